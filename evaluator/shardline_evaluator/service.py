@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from shardline.errors import (
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.model import named_values
+from shardline.nn import EmbeddingTable, tables_of
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.limits import MAX_SENTENCE
@@ -61,7 +62,7 @@ def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
     """
-    own = named_values(model)
+    own = {name: value for name, value in named_values(model).items() if not value.is_meta}
     for name, target in own.items():
         if name not in tensors:
             raise MismatchError(f"the checkpoint has no tensor {name!r}, but the model has; is it from another job?")
@@ -156,6 +157,19 @@ def _tell(link: ChiefLink, error: ShardlineError) -> None:
         link.fail(str(error), error.exit_code)
 
 
+class FetchedRows:
+    """Rows of tables in a checkpoint, from the chief: the RowSource of a model that is scored."""
+
+    def __init__(self, link: ChiefLink, step: int) -> None:
+        self._link = link
+        self._step = step
+
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
+        """See RowSource. Raises ShardlineError."""
+        fetch = self._link.client.fetch_rows
+        return [self._link.ask(functools.partial(fetch, self._step, table.name, ids)) for table, ids in wanted]
+
+
 class Evaluator:
     def __init__(self, link: ChiefLink, job: Job, model: nn.Module, metrics: Metrics, termination: Termination) -> None:
         self._link = link
@@ -234,4 +248,6 @@ class Evaluator:
             return Score(step=step, failure=str(error))
         except ShardlineError as error:
             return Score(step=step, failure=str(error))
+        for table in tables_of(self._model).values():
+            table.source = FetchedRows(self._link, step)
         return score(self._job, self._model, step, found.tensors)

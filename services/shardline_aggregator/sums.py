@@ -320,7 +320,7 @@ class RelayedShard(HostedShard):
         assert isinstance(self.mode, RelaySteps)
         return self.mode
 
-    def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
+    def initialize(self, bucket: int, values: torch.Tensor | None) -> Decision:
         raise ProtocolError("an aggregator takes no first values; send them to the servers")
 
 

@@ -17,7 +17,7 @@ from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.spec import DTYPES
 from shardline.core.status import PsStatus
-from shardline.core.tensor_bytes import tensor_from_bytes
+from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError, UnreachableError
 from shardline.host.awake import awake_s, away_s
@@ -46,6 +46,8 @@ from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
 
 T = TypeVar("T")
+IDS_AT_ONCE = 1 << 16
+"""Ids of rows that are asked for in one call: half of what it may have."""
 
 
 class PsControl:
@@ -328,7 +330,17 @@ class ChiefClient(ChiefWatch):
 
     def fetch_parameters(self, step: int | None = None) -> Parameters:
         """Parameters and buffers of a committed checkpoint (None = newest), by name."""
-        request = chief_pb2.FetchCutRequest(step=step, params_only=True)
+        return self._fetch(chief_pb2.FetchCutRequest(step=step, params_only=True))
+
+    def fetch_rows(self, step: int, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table in a committed checkpoint: float32 [U, dim]. ids: int64 [U]."""
+        parts = []
+        for part in torch.split(ids, IDS_AT_ONCE):
+            request = chief_pb2.FetchCutRequest(step=step, params_only=True, table=table, ids=bytes(tensor_bytes(part)))
+            parts.append(self._fetch(request).tensors[table])
+        return torch.cat(parts)
+
+    def _fetch(self, request: chief_pb2.FetchCutRequest) -> Parameters:
         start_s = time.monotonic()
         found: dict[str, torch.Tensor] = {}
         head: chief_pb2.NamedTensor | None = None

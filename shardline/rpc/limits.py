@@ -51,7 +51,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Worker/Deliver": 3 * MB,
     # Only the caller's identity and a few numbers.
     "Chief/GetJob": 4 * KB,
-    "Chief/FetchCut": 4 * KB,
+    "Chief/FetchCut": 1024 * KB,
     "Chief/Status": 4 * KB,
     "Places/Take": 4 * KB,
     "Access/Challenge": 4 * KB,

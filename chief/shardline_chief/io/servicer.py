@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import math
 import secrets
@@ -11,12 +12,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 import grpc
+import torch
 
-from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.checkpoint import CheckpointStore
 from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
-from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
     CheckpointError,
@@ -283,7 +285,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._store.protect(step)
         try:
             async with asyncio.timeout(FETCH_TIMES * self._timeouts.total_s):
-                await self._send_cut(step, context)
+                await self._send_cut(step, request, context)
         except TimeoutError:
             limit_s = FETCH_TIMES * self._timeouts.total_s
             raise UnreachableError(
@@ -293,20 +295,26 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             self._store.unprotect(step)
             self.sending -= 1
 
-    async def _send_cut(self, step: int, context: Any) -> None:
+    async def _send_cut(self, step: int, request: chief_pb2.FetchCutRequest, context: Any) -> None:
         checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
         await context.send_initial_metadata(())
         first = True
-        for spec in checkpoint.tensors:
-            async for frame in _tensor_frames(checkpoint, spec.name):
+        ids = tensor_from_bytes(request.ids, "int64")
+        wanted = (
+            {request.table: functools.partial(checkpoint.rows, request.table, ids)}
+            if request.table
+            else {spec.name: functools.partial(checkpoint.tensor, spec.name) for spec in checkpoint.tensors}
+        )
+        for name, read in wanted.items():
+            async for frame in _tensor_frames(name, read):
                 if first:
                     frame.step = step
                     first = False
                 await rpc_errors.write(context, frame, self._timeouts.dead_s)
 
 
-async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:
-    tensor = await asyncio.to_thread(checkpoint.tensor, name)
+async def _tensor_frames(name: str, read: Callable[[], torch.Tensor]) -> AsyncIterator[chief_pb2.FetchCutFrame]:
+    tensor = await asyncio.to_thread(read)
     data = tensor_bytes(tensor)
     head = chief_pb2.NamedTensor(
         name=name,
