@@ -96,6 +96,24 @@ job = Job(
 {after}
 """
 
+TABLED = """
+import dataclasses
+from shardline import EmbeddingTable
+from shardline.nn import EmbeddingBag
+
+class Tabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = EmbeddingBag(EmbeddingTable("signs", 4, rule="adam:lr=0.05"))
+        self.rest, self.last = make_model(), nn.Linear(4, 4)
+
+    def forward(self, points):
+        return self.rest(points) + self.last(self.bag((points * 3).long() * 997))
+
+job = dataclasses.replace(job, model=Tabled)
+"""
+"""For `after`: the model has an embedding table too."""
+
 
 def write_job(
     path: Path, *, width: int = 40, imports: str = "", after_loss: str = "", after: str = "", **settings: Any

@@ -17,6 +17,7 @@ from shardline.cli.process_exits import Ended
 from tests.e2e.support import (
     DEVICE_MEMORY,
     PATIENCE_S,
+    TABLED,
     events,
     expected_sha256,
     in_a_fork,
@@ -113,13 +114,16 @@ def train_and_die(folder: str, lane: str) -> list[tuple[str, int, bool]]:
         pytest.param({"clip_norm": 0.5}, "grpc", marks=pytest.mark.long),
         pytest.param({"clip_norm": 0.5}, "cuda", marks=pytest.mark.long),
         ({"apply": "worker", "checkpoint_every": 5}, "grpc"),  # and with an optimizer from outside torch
+        pytest.param({"tables": TABLED}, "grpc", marks=pytest.mark.long),
     ],
-    ids=["eager", "eager-cuda", "voted", "voted-cuda", "workers-apply"],
+    ids=["eager", "eager-cuda", "voted", "voted-cuda", "workers-apply", "tables"],
 )
 def test_workers_killed_between_two_shards_of_a_step_change_no_bit(
     tmp_path: Path, settings: dict[str, Any], lane: str
 ) -> None:
-    job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=mid_step(lane))
+    settings = dict(settings)
+    after = mid_step(lane) + settings.pop("tables", "")
+    job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=after)
     out = tmp_path / "run"
     if "apply" in settings:
         text = job.read_text()

@@ -1,0 +1,50 @@
+"""Embedding tables in clusters of processes whose tasks die."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.support import (
+    PATIENCE_S,
+    TABLED,
+    events,
+    expected_sha256,
+    mortal_cluster,
+    shardline,
+    summary_of,
+    train,
+    wait_for_event,
+    write_job,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+
+
+def test_deaths_of_every_role_change_no_bit(tmp_path: Path) -> None:
+    slow = {"imports": "import time", "after_loss": "time.sleep(0.02)"}
+    job, out = (
+        write_job(tmp_path / "job.py", steps=60, replicas=3, checkpoint_every=10, after=TABLED, **slow),
+        tmp_path / "run",
+    )
+    with mortal_cluster(job, out, evaluators=1) as cluster:
+        wait_for_event(out, "evaluation", "^step 10: ")
+        cluster.kill("ps/1")
+        wait_for_event(out, "evaluation", "^step 30: ")
+        for task in ("chief/0", "worker/1"):
+            cluster.kill(task)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    found = summary_of(out)
+    assert found["sha256"] == expected_sha256(job)
+    assert found["recoveries"], events(out)
+    # Onto one server, and on.
+    finished = train(job, out, "--workers", "1", "--ps", "1", "--steps", "70", "--resume")
+    assert finished.code == 0, finished
+    assert summary_of(out)["sha256"] == expected_sha256(job, steps=70)
+    rows = shardline("lookup", str(out), "signs", "997", "123456789")
+    assert rows.code == 0, rows
+    known, initial = map(json.loads, rows.out.splitlines())
+    assert (known["stored"], initial["stored"]) == (True, False) and len(known["values"]) == 4
+    assert max(map(abs, initial["values"])) <= 0.05 < max(map(abs, known["values"]))
