@@ -127,7 +127,7 @@ native-sanitize: $(STAMP)
 	$(BIN)/python native/build.py --sanitize $(SANITIZED)
 	SHARDLINE_NATIVE=$(CURDIR)/$(SANITIZED)/libshardline.so ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so.6)" $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
-		tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py tests/unit/test_bulk.py tests/unit/test_tls_socket.py $(ARGS)
+		tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_rows.py tests/unit/test_engine.py tests/unit/test_bulk.py tests/unit/test_tls_socket.py $(ARGS)
 
 # The suites of lanes, of exactness and of bad input without the C library and with it. CI runs them with it only. Levels of
 # the processor: make test-native LEVELS="sse2 avx2"
@@ -136,7 +136,7 @@ NATIVE_SUITES := tests/contract tests/integration/test_lanes.py tests/integratio
 	tests/integration/test_deaths.py tests/integration/test_zero_copy.py tests/integration/test_standbys.py \
 	tests/conformance/test_lane.py tests/conformance/test_parcel_lane.py tests/conformance/test_codec.py \
 	tests/conformance/test_codec_training.py tests/conformance/test_update_rule.py \
-	tests/unit/test_native.py tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py \
+	tests/unit/test_native.py tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_rows.py tests/unit/test_engine.py \
 	tests/unit/test_bulk.py tests/unit/test_tls_socket.py tests/unit/test_segments.py tests/unit/test_window.py
 test-native: $(STAMP)
 	@for level in $(LEVELS); do echo "SHARDLINE_NATIVE=$$level"; \

@@ -628,7 +628,7 @@ static void largest(void *indices, const void *values, size_t count, size_t want
 /* Slots of rows by id, open addressing: pairs of an id and its slot + 1, which is 0 in a free pair. last: their number,
  * a power of two, minus 1. See shardline/native/rows.py */
 
-enum { PAIRS_AHEAD = 16, ROWS_AHEAD = 8, LINE = 64 };
+enum { PAIRS_AHEAD = 16, ROWS_AHEAD = 8, GRADIENTS_AHEAD = 2, LINE = 64 };
 
 /* As hashed() of shardline/core/rows.py */
 static size_t hashed(uint64_t id) {
@@ -768,11 +768,10 @@ static void ftrl_row(f32 *const *rows, const f32 *g, size_t dim, const double *n
     }
 }
 
-/* To the second cache: on the way to the nearest one there is room for a dozen lines only, which are two rows. */
-static void fetch(const f32 *row, size_t width) {
-    for (size_t at = 0; at < width; at += LINE / sizeof *row)
-        __builtin_prefetch(row + at, 0, 2);
-}
+/* NEAR is 3 for the nearest cache, on the way to which there is room for a dozen lines only, and 2 for the next. */
+#define FETCH(row, width, NEAR)                                                                                        \
+    for (size_t i = 0; i < (width); i += LINE / sizeof(f32))                                                           \
+    __builtin_prefetch((row) + i, 0, NEAR)
 
 /* See row_rule. */
 #define ROWS(rule)                                                                                                     \
@@ -785,8 +784,10 @@ static void fetch(const f32 *row, size_t width) {
             for (size_t n = 0; n < number; n++) {                                                                      \
                 rows[n] = (f32 *)arenas[n] + at[row] * widths[n];                                                      \
                 if (row + ROWS_AHEAD < count)                                                                          \
-                    fetch((f32 *)arenas[n] + at[row + ROWS_AHEAD] * widths[n], widths[n]);                             \
+                    FETCH((f32 *)arenas[n] + at[row + ROWS_AHEAD] * widths[n], widths[n], 2);                          \
             }                                                                                                          \
+            if (row + GRADIENTS_AHEAD < count)                                                                         \
+                FETCH(g + GRADIENTS_AHEAD * widths[0], widths[0], 3);                                                  \
             rule##_row(rows, g, widths[0], numbers);                                                                   \
         }                                                                                                              \
     }
