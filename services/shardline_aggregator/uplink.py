@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardline.client.exchange.shard_exchange import Interrupted, Observer, Retrying
-from shardline.codecs.coding import PLAIN, JobCoding
+from shardline.codecs.coding import JobCoding
+from shardline.codecs.rows import PLAIN
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardline.codecs.auto import Auto, undecided
 from shardline.codecs.base import Codec, Direction, Memory
 from shardline.codecs.cast import Bf16, Fp16
-from shardline.codecs.coding import PLAIN, JobCodec, JobCoding, pulled, pushed
+from shardline.codecs.coding import JobCodec, JobCoding, pulled, pushed
 from shardline.codecs.delta import Delta
 from shardline.codecs.lossless import Lossless
 from shardline.codecs.low_rank import PowerSGD
@@ -21,6 +21,7 @@ from shardline.codecs.quantizing.qsgd import QSGD
 from shardline.codecs.quantizing.sign_vote import SignVote
 from shardline.codecs.quantizing.ternary import TernGrad, TwoBit
 from shardline.codecs.raw import Raw
+from shardline.codecs.rows import PLAIN
 from shardline.codecs.sparse.dgc import DGC
 from shardline.codecs.sparse.nonzero import Sparse
 from shardline.codecs.sparse.randomk import RandomK
@@ -124,7 +125,7 @@ def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple
     Raises JobError for a pattern that matches no trained tensor.
     """
     found = tuple(tensors)
-    trained = [tensor.name for tensor in found if tensor.kind is TensorKind.PARAM]
+    trained = [tensor.name for tensor in found if tensor.kind in (TensorKind.PARAM, TensorKind.TABLE)]
     for pattern in choices:
         if not fnmatch.filter(trained, pattern):
             raise JobError(
@@ -134,7 +135,7 @@ def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple
 
     def choice(tensor: TensorSpec) -> str:
         chosen = (codec for pattern, codec in choices.items() if fnmatch.fnmatchcase(tensor.name, pattern))
-        return next(chosen, "") if tensor.kind is TensorKind.PARAM else ""
+        return next(chosen, "") if tensor.name in trained else ""
 
     return tuple(replace(tensor, codec=choice(tensor)) for tensor in found)
 

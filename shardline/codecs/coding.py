@@ -12,17 +12,15 @@ import torch
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Coder, Direction, Layout, Memory, MemoryKey, Scope, Turn, zeros
 from shardline.codecs.parts import ERROR
-from shardline.codecs.raw import Raw
+from shardline.codecs.rows import PLAIN, PackedRows, codec_of_rows
 from shardline.core.plan import Plan
 from shardline.core.rows import MOST_BYTES
 from shardline.core.spec import TensorKind, TensorSpec
-from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
+from shardline.core.tensor_bytes import Buffer
 from shardline.errors import JobError, ProtocolError
 
 MEASURED_EVERY = 50
 """Steps between two measurements of what encoding changes: each decodes a whole contribution once more."""
-PLAIN: Codec = Raw()
-"""The codec of initial values, and of tensors that the job's codec doesn't encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +46,6 @@ class BucketCoding:
     def fixed_size(self) -> bool:
         """Whether all payloads have one length."""
         return self.least_bytes == self.max_bytes
-
-
-class PackedRows:
-    """Bytes of packed rows of a table, as many as there are."""
-
-    def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
-        return tensor_bytes(values)
-
-    def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """A view of writable bytes, a copy of read-only ones."""
-        return tensor_from_bytes(payload, "float32")
 
 
 class Coding:
@@ -109,10 +96,12 @@ class Coding:
     def _make(self, shard: int, number: int) -> BucketCoding:
         spec = self.plan.shards[shard].buckets[number]
         layout = Layout(bucket=spec, tensors=self.plan.tensors)
-        if spec.kind is TensorKind.TABLE:
-            return BucketCoding(PLAIN, str(PLAIN), layout, PackedRows(), 0, 0, MOST_BYTES)
         # A bucket has tensors of one codec.
-        own = self.codec_of(self.plan.tensors[spec.slices[0].tensor])
+        first = self.plan.tensors[spec.slices[0].tensor]
+        own = self.codec_of(first)
+        if spec.kind is TensorKind.TABLE:
+            rows = PackedRows(codec_of_rows(own), first)
+            return BucketCoding(rows.codec, str(rows.codec), layout, rows, 0, 0, MOST_BYTES)
         taken = [part for part in layout.parts(Scope.TENSOR) if own.takes(part.tensor)]
         cut = next((part for part in taken if not part.is_whole and own.wants_whole(part.tensor.shape)), None)
         if cut is not None:
@@ -131,7 +120,13 @@ class Coding:
         """
         before = self._errors.get((shard, number))
         due = turn.step % MEASURED_EVERY == 0 and (before is None or before[0] != turn.step)
-        if not due or self.bucket(shard, number).codec.exact or not (values.is_floating_point() or values.is_complex()):
+        table = self.plan.shards[shard].buckets[number].kind is TensorKind.TABLE
+        if (
+            not due
+            or table
+            or self.bucket(shard, number).codec.exact
+            or not (values.is_floating_point() or values.is_complex())
+        ):
             return False
         # A decoder may keep the bytes, and change its memory.
         found = self.bucket(shard, number).coder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))

@@ -12,13 +12,14 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 
 from shardline.codecs.base import Turn
-from shardline.codecs.coding import PLAIN, Coding
+from shardline.codecs.coding import Coding
+from shardline.codecs.rows import PackedRows
 from shardline.consistency.server import StepWanted
 from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.core.rows import MOST_BYTES
 from shardline.core.spec import TensorKind
-from shardline.core.tensor_bytes import Buffer, copy_bytes, tensor_bytes, tensor_from_bytes
+from shardline.core.tensor_bytes import Buffer, copy_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
 from shardline.host.device_memory import settle
 from shardline.host.loops import Started
@@ -199,8 +200,10 @@ def encode_bucket(
     return Encoded(state, payload, bucket.spec.nbytes)
 
 
-def encode_rows(shard: HostedShard, number: int, want: StepWanted, ids: torch.Tensor) -> Encoded | Outcome:
-    """Copy rows of a table under its bucket's lock, or return why not. Runs in the pool."""
+def encode_rows(
+    shard: HostedShard, number: int, want: StepWanted, coding: Coding, ids: torch.Tensor
+) -> Encoded | Outcome:
+    """Copy rows of a table under its bucket's lock and encode them, or return why not. Runs in the pool."""
     bucket = shard.buckets[number]
     assert isinstance(bucket, TableBucket)
     with bucket.lock:
@@ -208,8 +211,11 @@ def encode_rows(shard: HostedShard, number: int, want: StepWanted, ids: torch.Te
         if isinstance(step, Outcome):
             return step
         state, rows = bucket_state(bucket, step), bucket.rows(ids, step)
-    state.codec, state.payload_bytes = PLAIN.name, rows.nbytes
-    return Encoded(state, tensor_bytes(rows), rows.nbytes)
+    written = coding.bucket(shard.number, number)
+    assert isinstance(written.coder, PackedRows)
+    payload = written.coder.encode_rows(rows, Turn(step, seed=coding.seed, receiver=want.task))
+    state.codec, state.payload_bytes = written.name, len(payload)
+    return Encoded(state, payload, rows.nbytes)
 
 
 def wanted_rows(shard: HostedShard, request: data_pb2.PullRequest) -> dict[int, torch.Tensor]:
@@ -423,7 +429,7 @@ def _finder(
 ) -> Find:
     """How to get the buckets of a pull: in place, or copied by the pool. rows: from wanted_rows()."""
     if rows:
-        return functools.partial(_encode_rows, backend, shard, want, rows)
+        return functools.partial(_encode_rows, backend, shard, want, coding, rows)
     if may_refer(shard, want, coding, attachment):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
@@ -459,12 +465,17 @@ async def _published(backend: Backend, shard: HostedShard, number: int, want: St
 
 
 def _encode_rows(
-    backend: Backend, shard: HostedShard, want: StepWanted, rows: Mapping[int, torch.Tensor], number: int
+    backend: Backend,
+    shard: HostedShard,
+    want: StepWanted,
+    coding: Coding,
+    rows: Mapping[int, torch.Tensor],
+    number: int,
 ) -> Awaitable[Encoded | Outcome]:
     """Get the rows of a bucket that a pull of rows names."""
     if number not in rows:
         raise ProtocolError(f"bucket {number} is in a pull of rows, which names none of it")
-    return backend.work(encode_rows, shard, number, want, rows[number])
+    return backend.work(encode_rows, shard, number, want, coding, rows[number])
 
 
 def _no_slot(bucket: int, nbytes: int) -> None:

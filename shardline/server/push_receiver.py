@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from shardline.codecs.coding import PLAIN, Coding
+from shardline.codecs.coding import Coding
+from shardline.codecs.rows import PLAIN
 from shardline.consistency.server import NumberedPush
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient

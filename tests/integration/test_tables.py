@@ -97,6 +97,29 @@ def test_steps_of_the_first_replicas_are_those_of_one_process() -> None:
         assert_same_end(cluster.state(), reference(job, choices=[(0, 1)] * job.steps))
 
 
+@pytest.mark.parametrize(
+    ("codecs", "exact"),
+    [
+        ({"codec": "fp16"}, False),
+        ({"codec_up": "int8", "codec_down": "bf16"}, False),
+        ({"codec": "lossless"}, True),
+        ({"codec_up": "topk:ratio=0.1"}, None),
+        ({"codec_tensors": {"things": "bf16"}}, False),
+    ],
+    ids=str,
+)
+def test_codecs_encode_rows_and_the_bits_depend_on_nobody(codecs: dict[str, Any], exact: bool | None) -> None:
+    job = table_job(**codecs)
+    ends = []
+    for lane, ownership in (("grpc", [[0, 1, 2]]), ("tcp", [[0], [2, 1]])):
+        with Cluster(job, ps=2, lane=lane) as cluster:
+            cluster.train(ownership)
+            ends.append(cluster.state().params)
+    assert ends[0].keys() == ends[1].keys() and all(same_bits(value, ends[1][name]) for name, value in ends[0].items())
+    if exact is not None:
+        assert same_bits(ends[0]["things.rows"], expected_end().params["things.rows"]) is exact
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_server_that_is_lost_costs_no_step_and_no_bit(lost: int) -> None:
     with Protected(table_job(), ps=2) as cluster:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline import consistency
-from shardline.codecs.coding import PLAIN, Coding
+from shardline.codecs.coding import Coding
+from shardline.codecs.rows import PLAIN
 from shardline.consistency.base import Consistency
 from shardline.consistency.server import Terms
 from shardline.core.choices import Choices

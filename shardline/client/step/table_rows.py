@@ -10,9 +10,10 @@ import torch
 
 from shardline.client.exchange.shard_exchange import Interrupted, PullSink, ShardTask
 from shardline.client.step.trainer import Trainer
-from shardline.core.contributions import dim_of
+from shardline.codecs.base import Turn
+from shardline.codecs.rows import PackedRows
 from shardline.core.rows import part_of
-from shardline.core.tensor_bytes import copy_bytes, tensor_bytes
+from shardline.core.tensor_bytes import copy_bytes
 from shardline.errors import ProtocolError, UsageError
 from shardline.nn import EmbeddingTable
 from shardline.waist import Arrival, Memory, Want, octets
@@ -21,12 +22,15 @@ log = logging.getLogger("shardline.client")
 
 
 class RowsSink(PullSink):
-    """The memory that rows of one shard's buckets come to. sizes: (rows, dim) by bucket."""
+    """The memory that rows of one shard's buckets come to. coders, counts: by bucket; counts: numbers of rows."""
 
-    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self.values = {bucket: torch.empty(*size) for bucket, size in sizes.items()}
-        self.num_buckets = len(sizes)
-        self.shard_bytes = sum(one.nbytes for one in self.values.values())
+    def __init__(self, coders: Mapping[int, PackedRows], counts: Mapping[int, int]) -> None:
+        self.values: dict[int, torch.Tensor] = {}
+        """Rows that have arrived: float32 [count, dim], by bucket."""
+        self._coders, self._counts = coders, counts
+        self._payloads: dict[int, bytearray] = {}
+        self.num_buckets = len(counts)
+        self.shard_bytes = sum(coder.most_bytes(counts[bucket]) for bucket, coder in coders.items())
         self.arrived: set[int] = set()
         self.raw_bytes = self.wire_bytes = 0
         self.first_s = 0.0
@@ -35,14 +39,18 @@ class RowsSink(PullSink):
         self.arrived.clear()
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        values = self.values.get(arrival.bucket)
-        if values is None or arrival.payload_bytes != values.nbytes:
+        coder = self._coders.get(arrival.bucket)
+        if coder is None or arrival.payload_bytes > coder.most_bytes(self._counts[arrival.bucket]):
             raise ProtocolError(f"bucket {arrival.bucket}: {arrival.payload_bytes} bytes of rows that were not wanted")
-        return tensor_bytes(values)
+        held = self._payloads[arrival.bucket] = bytearray(arrival.payload_bytes)
+        return memoryview(held)
 
     def done(self, arrival: Arrival) -> None:
-        self.wire_bytes += len(self.buffer(arrival))
-        self.arrived.add(arrival.bucket)
+        payload, bucket = self._payloads.pop(arrival.bucket, bytearray()), arrival.bucket
+        self.values[bucket] = self._coders[bucket].decode_rows(payload, self._counts[bucket], Turn(arrival.step))
+        self.wire_bytes += len(payload)
+        self.raw_bytes += self.values[bucket].nbytes
+        self.arrived.add(bucket)
 
     def whole(self, arrival: Arrival, payload: Memory) -> None:
         copy_bytes(self.buffer(arrival), memoryview(octets(payload)))
@@ -135,9 +143,11 @@ def pull(trainer: Trainer, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> 
 
 def _pull(trainer: Trainer, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> dict[int, RowsSink]:
     sinks, tasks = {}, {}
+    coding = trainer.weights.coding.pull
     for shard, rows in wanted.items():
-        dims = {bucket: dim_of(trainer.plan.shards[shard].buckets[bucket]) for bucket in rows}
-        sink = sinks[shard] = RowsSink({bucket: (len(ids), dims[bucket]) for bucket, ids in rows.items()})
+        coders = {bucket: coding.bucket(shard, bucket).coder for bucket in rows}
+        packed = {bucket: coder for bucket, coder in coders.items() if isinstance(coder, PackedRows)}
+        sink = sinks[shard] = RowsSink(packed, {bucket: len(ids) for bucket, ids in rows.items()})
         wait_s = trainer.exchange.timeouts.server_wait_s
         want = Want(step=trainer.half.exact, buckets=list(rows), rows=rows, wait_s=wait_s)
         tasks[shard] = ShardTask(shard=shard, contributions=[], want=want, sink=sink, moves=sink.shard_bytes)
