@@ -17,12 +17,13 @@ from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.spec import DTYPES
 from shardline.core.status import PsStatus
-from shardline.core.tensor_bytes import tensor_from_bytes
+from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError, UnreachableError
 from shardline.host.awake import awake_s, away_s
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
+from shardline.rpc.limits import MAX_IDS
 from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
 from shardline.rpc.messages.convert import (
     ImageAssembler,
@@ -328,7 +329,18 @@ class ChiefClient(ChiefWatch):
 
     def fetch_parameters(self, step: int | None = None) -> Parameters:
         """Parameters and buffers of a committed checkpoint (None = newest), by name."""
-        request = chief_pb2.FetchCutRequest(step=step, params_only=True)
+        return self._fetch(chief_pb2.FetchCutRequest(step=step, params_only=True))
+
+    def fetch_rows(self, step: int, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table in a committed checkpoint, see Checkpoint.rows(): float32 [U, dim]. ids: int64 [U]."""
+        found = []
+        for first in range(0, max(1, len(ids)), MAX_IDS):
+            some = bytes(tensor_bytes(ids[first : first + MAX_IDS]))
+            request = chief_pb2.FetchCutRequest(step=step, params_only=True, table=table, ids=some)
+            found.append(self._fetch(request).tensors[table])
+        return torch.cat(found)
+
+    def _fetch(self, request: chief_pb2.FetchCutRequest) -> Parameters:
         start_s = time.monotonic()
         found: dict[str, torch.Tensor] = {}
         head: chief_pb2.NamedTensor | None = None

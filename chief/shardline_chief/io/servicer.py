@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import math
 import secrets
@@ -11,12 +12,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 import grpc
+import torch
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
-from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
     CheckpointError,
@@ -123,6 +125,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._timeouts = timeouts
         self.sending = 0
         """Checkpoints that are being sent."""
+        self._with_rows: Checkpoint | None = None
+        """The checkpoint whose tables' rows were asked for last: its files stay readable when it is deleted."""
         self._access = access
         self._store = store
         self._term = term
@@ -267,7 +271,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     @rpc_errors.writer
     async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> None:
-        """Parameters and buffers of a committed checkpoint, tensor by tensor."""
+        """Parameters and buffers of a committed checkpoint, tensor by tensor, or rows of a table in it."""
         if not request.params_only:
             raise ProtocolError("FetchCut returns only parameters and buffers; set params_only")
         if request.HasField("step"):
@@ -283,7 +287,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._store.protect(step)
         try:
             async with asyncio.timeout(FETCH_TIMES * self._timeouts.total_s):
-                await self._send_cut(step, context)
+                await self._send_cut(step, request, context)
         except TimeoutError:
             limit_s = FETCH_TIMES * self._timeouts.total_s
             raise UnreachableError(
@@ -293,20 +297,29 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             self._store.unprotect(step)
             self.sending -= 1
 
-    async def _send_cut(self, step: int, context: Any) -> None:
-        checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+    async def _send_cut(self, step: int, request: chief_pb2.FetchCutRequest, context: Any) -> None:
+        checkpoint = self._with_rows
+        if checkpoint is None or checkpoint.step != step or not request.table:
+            checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+        found: dict[str, Callable[[], torch.Tensor]] = {
+            spec.name: functools.partial(checkpoint.tensor, spec.name) for spec in checkpoint.tensors
+        }
+        if request.table:
+            self._with_rows = checkpoint
+            ids = tensor_from_bytes(request.ids, "int64")
+            found = {request.table: functools.partial(checkpoint.rows, request.table, ids)}
         await context.send_initial_metadata(())
         first = True
-        for spec in checkpoint.tensors:
-            async for frame in _tensor_frames(checkpoint, spec.name):
+        for name, read in found.items():
+            async for frame in _tensor_frames(name, read):
                 if first:
                     frame.step = step
                     first = False
                 await rpc_errors.write(context, frame, self._timeouts.dead_s)
 
 
-async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:
-    tensor = await asyncio.to_thread(checkpoint.tensor, name)
+async def _tensor_frames(name: str, read: Callable[[], torch.Tensor]) -> AsyncIterator[chief_pb2.FetchCutFrame]:
+    tensor = await asyncio.to_thread(read)
     data = tensor_bytes(tensor)
     head = chief_pb2.NamedTensor(
         name=name,

@@ -939,19 +939,26 @@ class FetchCutRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     PARAMS_ONLY_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step of a committed checkpoint; absent = newest."""
     params_only: _builtins.bool
     """Without optimizer state."""
+    table: _builtins.str
+    """Rows of this table instead, as one tensor; ids: int64, little-endian."""
+    ids: _builtins.bytes
     def __init__(
         self,
         *,
         step: _builtins.int | None = ...,
         params_only: _builtins.bool = ...,
+        table: _builtins.str = ...,
+        ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "params_only", b"params_only", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "ids", b"ids", "params_only", b"params_only", "step", b"step", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
