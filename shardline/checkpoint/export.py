@@ -14,7 +14,6 @@ from shardline.checkpoint.files import os_text
 from shardline.checkpoint.manifest import MANIFEST, step_folder
 from shardline.checkpoint.reader import Checkpoint
 from shardline.checkpoint.store import BEST, LATEST, committed_steps, marked_best, newest_valid
-from shardline.checkpoint.tables import flat_tables
 from shardline.errors import CheckpointError, UsageError
 from shardline.host import files
 
@@ -69,7 +68,7 @@ def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoin
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")
     checkpoint = find_checkpoint(checkpoint_path, best=best)
     state = checkpoint.state_dict()
-    for name, pieces in flat_tables(checkpoint).items():
+    for name, pieces in checkpoint.flat_tables().items():
         if name in state:
             raise UsageError(f"{name!r} is both a tensor of the model and of a table; give the table another name")
         state[name] = torch.cat([*pieces])

@@ -25,6 +25,7 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind, TensorSpec, joined
 from shardline.errors import CheckpointError
 from shardline.host import files
+from shardline.storage.table import IDS
 
 
 class Checkpoint:
@@ -96,6 +97,14 @@ class Checkpoint:
             for name in (spec.name, *(spec.aliases if aliases else ())):
                 out[name] = value
         return out
+
+    def flat_tables(self) -> dict[str, Iterator[torch.Tensor]]:
+        """Stored rows of all tables, as `<table>.ids` (int64 [n]) and `<table>.rows` ([n, dim]), file by file."""
+        found = {}
+        for spec in self.tables:
+            table = self.table(spec.name)
+            found[f"{spec.name}.ids"], found[f"{spec.name}.rows"] = table.column(IDS), table.column(VALUE)
+        return found
 
     def read_slice(self, name: str, first_row: int, rows: int, what: str = VALUE) -> torch.Tensor:
         """Rows [first_row, first_row + rows) of a tensor's value, or of its optimizer state `what`.

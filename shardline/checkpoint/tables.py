@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +23,6 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import CheckpointError
 from shardline.storage.table import IDS, row_widths
 from shardline.update.rows import ROW_INITS
-
-if TYPE_CHECKING:
-    from shardline.checkpoint.reader import Checkpoint
 
 _LEAST_ID = torch.iinfo(torch.int64).min
 
@@ -94,6 +91,10 @@ class StoredTable:
         rows[~stored] = self._init.rows(self.spec.name, ids[~stored], self.spec.row_elements)
         return rows, stored
 
+    def dense(self, rows: int) -> Tensor:
+        """Rows of ids 0 to rows - 1: float32 [rows, dim]."""
+        return self.find(torch.arange(rows))[0]
+
     def image(self, head: BucketImage, bucket: Slice, wanted: TensorSpec) -> BucketImage:
         """`head` filled with the rows of a bucket's parts. Raises CheckpointError for another dim or rule's states."""
         ours, theirs = row_widths(self.spec), row_widths(wanted)
@@ -116,25 +117,13 @@ def _places(stored: Tensor, parts: Tensor, ids: Tensor) -> Tensor:
 
     stored: int64 [n], in the order of parts and ids; parts, ids: int64 [U].
     """
-    low, high = torch.zeros_like(ids), torch.full_like(ids, len(stored))
-    while bool((low < high).any()):
+    # In numpy: torch would share these few operations among threads, which takes longer.
+    held, part, wanted = stored.numpy(), parts.numpy(), ids.numpy()
+    low, high = np.zeros(len(wanted), np.int64), np.full(len(wanted), len(held))
+    while (low < high).any():
         middle = (low + high) // 2
-        there = stored[middle.clamp(max=len(stored) - 1)]
-        part = part_of(there)
-        after = (low < high) & ((part < parts) | ((part == parts) & (there < ids)))
-        low, high = torch.where(after, middle + 1, low), torch.where(after, high, middle)
-    return low
-
-
-def dense(checkpoint: Checkpoint, table: str, rows: int) -> Tensor:
-    """Rows of ids 0 to rows - 1, for nn.Embedding.from_pretrained(): float32 [rows, dim]. Raises CheckpointError."""
-    return checkpoint.rows(table, torch.arange(rows))
-
-
-def flat_tables(checkpoint: Checkpoint) -> dict[str, Iterator[Tensor]]:
-    """Stored rows of all tables, as `<table>.ids` (int64 [n]) and `<table>.rows` ([n, dim]), file by file."""
-    found = {}
-    for spec in checkpoint.tables:
-        table = checkpoint.table(spec.name)
-        found[f"{spec.name}.ids"], found[f"{spec.name}.rows"] = table.column(IDS), table.column(VALUE)
-    return found
+        there = held[np.minimum(middle, len(held) - 1)]
+        found = part_of(torch.from_numpy(there)).numpy()
+        after = (low < high) & ((found < part) | ((found == part) & (there < wanted)))
+        low, high = np.where(after, middle + 1, low), np.where(after, high, middle)
+    return torch.from_numpy(low)

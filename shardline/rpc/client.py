@@ -23,6 +23,7 @@ from shardline.errors import CheckpointError, FencedError, ProtocolError, Unreac
 from shardline.host.awake import awake_s, away_s
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
+from shardline.rpc.limits import MAX_IDS
 from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
 from shardline.rpc.messages.convert import (
     ImageAssembler,
@@ -46,8 +47,6 @@ from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
 
 T = TypeVar("T")
-IDS_AT_ONCE = 1 << 16
-"""Ids of rows that are asked for in one call: half of what it may have."""
 
 
 class PsControl:
@@ -333,12 +332,13 @@ class ChiefClient(ChiefWatch):
         return self._fetch(chief_pb2.FetchCutRequest(step=step, params_only=True))
 
     def fetch_rows(self, step: int, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table in a committed checkpoint: float32 [U, dim]. ids: int64 [U]."""
-        parts = []
-        for part in torch.split(ids, IDS_AT_ONCE):
-            request = chief_pb2.FetchCutRequest(step=step, params_only=True, table=table, ids=bytes(tensor_bytes(part)))
-            parts.append(self._fetch(request).tensors[table])
-        return torch.cat(parts)
+        """Rows of a table in a committed checkpoint, see Checkpoint.rows(): float32 [U, dim]. ids: int64 [U]."""
+        found = []
+        for first in range(0, max(1, len(ids)), MAX_IDS):
+            some = bytes(tensor_bytes(ids[first : first + MAX_IDS]))
+            request = chief_pb2.FetchCutRequest(step=step, params_only=True, table=table, ids=some)
+            found.append(self._fetch(request).tensors[table])
+        return torch.cat(found)
 
     def _fetch(self, request: chief_pb2.FetchCutRequest) -> Parameters:
         start_s = time.monotonic()

@@ -27,6 +27,9 @@ IMAGE_CHUNK_BYTES = 1 * MB
 PARCEL_CHUNK_BYTES = 2 * MB
 """Payload of an activation or its gradient in one message."""
 
+MAX_IDS = 64 << 10
+"""Rows of a table that one call asks for."""
+
 MAX_MESSAGE_BYTES = 64 * MB
 """Any message of any call; enforced before memory is allocated. Tensor bytes are sent in chunks of a few MB."""
 DEFAULT_BYTES = 1 * MB
@@ -49,9 +52,9 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Replication/Replicate": 64 * MB,
     # Chunks have 2 MB; the header holds the state of a random generator too.
     "Worker/Deliver": 3 * MB,
+    "Chief/FetchCut": 8 * MAX_IDS + 4 * KB,
     # Only the caller's identity and a few numbers.
     "Chief/GetJob": 4 * KB,
-    "Chief/FetchCut": 1024 * KB,
     "Chief/Status": 4 * KB,
     "Places/Take": 4 * KB,
     "Access/Challenge": 4 * KB,

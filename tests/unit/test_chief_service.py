@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,19 +18,23 @@ import prometheus_client
 import pytest
 import torch
 
-from shardline.checkpoint import CheckpointContents, CheckpointStore
+from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import Orders, Phase, StepReport
 from shardline.core.plan import make_plan
+from shardline.core.rows import PARTS, part_of
+from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
 from shardline.host.process import Termination
+from shardline.rpc.limits import MAX_IDS
 from shardline.rpc.report_queue import ReportQueue
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import Security
+from shardline.storage.table import IDS
 from shardline_chief import service
 from shardline_chief.io import control, training_process
 from shardline_chief.io.journal import Journal
@@ -256,6 +261,37 @@ def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief,
     assert torch.equal(found.tensors["weight"], torch.arange(6, dtype=torch.float32).reshape(3, 2))
     with pytest.raises(ProtocolError, match="no checkpoint of step 5"):
         chief.client.fetch_parameters(5)
+
+
+def test_rows_of_a_checkpoint_come_by_id_even_when_it_was_deleted(chief: Chief, tmp_path: Path) -> None:
+    table = TensorSpec(
+        name="users", shape=(PARTS, 2), dtype="float32", kind=TensorKind.TABLE, rule="sgd", init="uniform"
+    )
+    job = make_job_spec(tensors=(table,))
+    ids = torch.arange(-3, MAX_IDS + 3)
+    stored = ids[torch.argsort(part_of(ids), stable=True)][::2]
+    tensors = {IDS: stored, VALUE: torch.arange(2.0 * len(stored))}
+    path = CheckpointStore(tmp_path / "checkpoints", 9).commit(
+        CheckpointContents(
+            job=job,
+            plan=make_plan(job.tensors, 1),
+            step=4,
+            timeline=1,
+            term=1,
+            consistent=True,
+            versions=[4],
+            images={0: [BucketImage(shard=0, bucket=0, step=4, version=4, tensors=tensors)]},
+        )
+    )
+    expected = Checkpoint(path).rows("users", ids)
+    assert torch.equal(chief.client.fetch_rows(4, "users", ids), expected)
+    shutil.rmtree(path)
+    assert torch.equal(chief.client.fetch_rows(4, "users", ids[:5]), expected[:5])
+    assert chief.client.fetch_rows(4, "users", ids[:0]).shape == (0, 2)
+    with pytest.raises(ProtocolError, match="has no table 'items'; its tables: users"):
+        chief.client.fetch_rows(4, "items", ids[:5])
+    with pytest.raises(ProtocolError, match="no checkpoint of step 4"):
+        chief.client.fetch_parameters(4)
 
 
 def test_health_is_served(chief: Chief) -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, export
 from shardline.checkpoint.content import ContentDigest, shard_entries, slice_rows
-from shardline.checkpoint.tables import dense
 from shardline.cli.main import main
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan, make_plan
@@ -122,8 +121,10 @@ def test_rows_are_read_by_id_and_those_not_stored_are_as_made_at_first(tmp_path:
     fresh = ROW_INITS.parse(ITEMS.init).rows("items", asked, 5)
     expected = [held[VALUE][at[i]] if i in at else fresh[n] for n, i in enumerate(asked.tolist())]
     assert torch.equal(found, torch.stack(expected)) and stored.tolist() == [i in at for i in asked.tolist()]
-    assert not stored.all() and torch.equal(dense(checkpoint, "items", 6), checkpoint.rows("items", torch.arange(6)))
-    assert dense(checkpoint, "none", 4).shape == (4, 3)
+    assert not stored.all() and torch.equal(
+        checkpoint.table("items").dense(6), checkpoint.rows("items", torch.arange(6))
+    )
+    assert checkpoint.table("none").dense(4).shape == (4, 3)
     assert list(checkpoint.state_dict()) == ["w"]
     with pytest.raises(CheckpointError, match=r"no table 'w'; its tables: users, items, none"):
         checkpoint.rows("w", asked)

@@ -15,7 +15,6 @@ from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.loaders import LOADERS
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
-from shardline.checkpoint.tables import flat_tables
 from shardline.core.image import BucketImage, WorkerSequence, replica_of
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
@@ -291,7 +290,7 @@ def parameters_digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of the parameters and tables in a checkpoint, as hex; "" if it can't be read any more."""
     try:
         params = {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.tensors if spec.kind in _PARAMETERS}
-        return params_sha256({**params, **flat_tables(checkpoint)})
+        return params_sha256({**params, **checkpoint.flat_tables()})
     except CheckpointError as error:
         log.warning("no digest of the parameters: %s", error)
         return ""

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import torch
 
-from shardline.checkpoint import CheckpointStore
+from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
@@ -125,6 +125,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._timeouts = timeouts
         self.sending = 0
         """Checkpoints that are being sent."""
+        self._with_rows: Checkpoint | None = None
+        """The checkpoint whose tables' rows were asked for last: its files stay readable when it is deleted."""
         self._access = access
         self._store = store
         self._term = term
@@ -269,7 +271,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     @rpc_errors.writer
     async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> None:
-        """Parameters and buffers of a committed checkpoint, tensor by tensor."""
+        """Parameters and buffers of a committed checkpoint, tensor by tensor, or rows of a table in it."""
         if not request.params_only:
             raise ProtocolError("FetchCut returns only parameters and buffers; set params_only")
         if request.HasField("step"):
@@ -296,16 +298,19 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             self.sending -= 1
 
     async def _send_cut(self, step: int, request: chief_pb2.FetchCutRequest, context: Any) -> None:
-        checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+        checkpoint = self._with_rows
+        if checkpoint is None or checkpoint.step != step or not request.table:
+            checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+        found: dict[str, Callable[[], torch.Tensor]] = {
+            spec.name: functools.partial(checkpoint.tensor, spec.name) for spec in checkpoint.tensors
+        }
+        if request.table:
+            self._with_rows = checkpoint
+            ids = tensor_from_bytes(request.ids, "int64")
+            found = {request.table: functools.partial(checkpoint.rows, request.table, ids)}
         await context.send_initial_metadata(())
         first = True
-        ids = tensor_from_bytes(request.ids, "int64")
-        wanted = (
-            {request.table: functools.partial(checkpoint.rows, request.table, ids)}
-            if request.table
-            else {spec.name: functools.partial(checkpoint.tensor, spec.name) for spec in checkpoint.tensors}
-        )
-        for name, read in wanted.items():
+        for name, read in found.items():
             async for frame in _tensor_frames(name, read):
                 if first:
                     frame.step = step

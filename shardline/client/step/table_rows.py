@@ -84,7 +84,7 @@ class ServedRows:
         if self._closed:
             raise UsageError(
                 f"the rows of table {wanted[0][0].name!r} are on the servers, and this session has ended; read them "
-                "from its last checkpoint, with shardline.checkpoint.tables.StoredTables as the table's `source`"
+                "from its last checkpoint, with `shardline lookup`, or Checkpoint.rows()"
             )
         trainer = self._trainer()
         by_table: dict[str, list[torch.Tensor]] = {}

@@ -946,7 +946,7 @@ class FetchCutRequest(_message.Message):
     params_only: _builtins.bool
     """Without optimizer state."""
     table: _builtins.str
-    """Only rows of this table, with these ids (int64, little-endian), in their order: one tensor of its name."""
+    """Rows of this table instead, as one tensor; ids: int64, little-endian."""
     ids: _builtins.bytes
     def __init__(
         self,
