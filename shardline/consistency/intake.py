@@ -109,21 +109,21 @@ NUMBERED, ANSWERED = Numbered(), AnsweredAtOnce()
 class Publishing:
     """The latest values of a bucket can be pulled; a standby must have an update before its push is answered."""
 
-    keeps_previous: ClassVar[bool] = False
+    _keeps_previous: ClassVar[bool] = False
 
     def nbytes(self, bucket: BucketSpec) -> int:
         """Bytes of a bucket's published values."""
-        return bucket.nbytes * num_areas(bucket, keeps_previous=self.keeps_previous)
+        return bucket.nbytes * num_areas(bucket, keeps_previous=self._keeps_previous)
 
     def areas(self, publication: Publication, number: int, bucket: BucketSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """A bucket's values by step & 1: twice the same tensor if the previous step's are not kept."""
         first = publication.tensor(0, number)
-        two = num_areas(bucket, keeps_previous=self.keeps_previous) == 2
+        two = num_areas(bucket, keeps_previous=self._keeps_previous) == 2
         return first, publication.tensor(1, number) if two else first
 
     def memory(self, make: Callable[[ShardSpec, bool], T], shard: ShardSpec) -> T:
         """A shard's memory. make(shard, whether the previous step's values are kept)."""
-        return make(shard, self.keeps_previous)
+        return make(shard, self._keeps_previous)
 
     def release(self, release: Callable[[], None]) -> Callable[[], None] | None:
         """What publishes an update once the standby has it; None: it is published at once, and answers wait instead."""
@@ -137,7 +137,7 @@ class Publishing:
 class BothSteps(Publishing):
     """The previous step's values too, which a replaced worker may still need; a standby has an update before that."""
 
-    keeps_previous = True
+    _keeps_previous = True
 
     def release(self, release: Callable[[], None]) -> Callable[[], None] | None:
         return release

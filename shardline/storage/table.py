@@ -76,7 +76,7 @@ class TableBucket(Bucket):
         self.table, self.dim = tensor.name, tensor.row_elements
         self._schedule = schedule
         self._rows_rule, self._init = ROW_RULES.parse(tensor.rule), ROW_INITS.parse(tensor.init)
-        self._keeps_previous = keeps_previous
+        self._undoes = keeps_previous
         self._holds = 0
         """The step whose rows the store has: `step`, or one more while an update waits for the standby."""
         self._clear()
@@ -117,7 +117,7 @@ class TableBucket(Bucket):
         new = slots < 0
         if bool(new.any()):
             slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
-        if self._keeps_previous:
+        if self._undoes:
             self._before = pack(ids, self.store.values[slots])
         factor = schedules.factor(self._schedule, self.step)
         self._changed = slots

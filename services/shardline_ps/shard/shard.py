@@ -119,7 +119,7 @@ class ShardStorage(Storage):
                 plan.tensors,
                 settings.schedule,
                 contributions=contributions,
-                keeps_previous=mode.publishing.keeps_previous,
+                keeps_previous=mode.publishing.memory(lambda _, keeps: keeps, plan.shards[shard]),
             )
         return (SummingBucket if settings.aggregates and spec.kind is TensorKind.PARAM else Bucket)(
             shard,
