@@ -15,7 +15,7 @@ from shardline.core.tensor_bytes import params_sha256
 from shardline.host.run_lock import RunLock
 from tests.e2e.support import Command, assert_refused, expected_sha256, shardline, wait_until, write_job
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm")]
 
 FAILS = 'if len(labels) == 5: value = value * float("nan")\n    if len(labels) == 3: os.kill(os.getpid(), 9)'
 

@@ -19,7 +19,7 @@ from shardline.errors import JobError, UsageError
 from shardline.job import Job, changed
 from shardline.testing import reference
 from shardline_lab.sweep.command import sweep
-from shardline_lab.sweep.member import LOSS, History, Member, checked
+from shardline_lab.sweep.member import LOSS, MemberHistory, SweepMember, checked
 from shardline_lab.sweep.plans import halved
 from shardline_lab.sweep.space import Range, drawn, grid, halves, product, ranges
 from tests.unit.test_reference import data, make_job, mse, rich
@@ -45,11 +45,11 @@ def score(model: nn.Module) -> dict[str, float]:
     return {"error": mse(model, data()[:]).item()}
 
 
-def member(job: Job, folder: Path) -> Member:
-    return Member(point=(("seed", str(job.seed)),), settings={"seed": str(job.seed)}, job=job, folder=folder)
+def member(job: Job, folder: Path) -> SweepMember:
+    return SweepMember(point=(("seed", str(job.seed)),), settings={"seed": str(job.seed)}, job=job, folder=folder)
 
 
-def trained(job: Job, folder: Path, *shares: float) -> History:
+def trained(job: Job, folder: Path, *shares: float) -> MemberHistory:
     for share in shares or (1.0,):
         member(job, folder).train("cpu", share)
     return member(job, folder).history()
@@ -260,7 +260,7 @@ def test_models_that_fail_or_are_worse_do_not_go_on(tmp_path: Path) -> None:
     rounds = halved(members, halves(6, 100))
     assert next(rounds) == (members, 0.25)
     for one, value in zip(members, values, strict=True):
-        one.found = History(metric="accuracy", lowest=False, scores=[(25, {"accuracy": value})])
+        one.found = MemberHistory(metric="accuracy", lowest=False, scores=[(25, {"accuracy": value})])
     members[5].found.failure = "it was killed"
     going, share = next(rounds)
     assert ([one.job.seed for one in going], share) == ([0, 3, 4], 0.5)
@@ -271,7 +271,7 @@ def test_models_that_fail_or_are_worse_do_not_go_on(tmp_path: Path) -> None:
 
 
 def test_a_result_that_can_be_read_again_is_the_same(tmp_path: Path) -> None:
-    found = History(scores=[(3, {LOSS: None})], seconds=1.5, followed=[(1, None)])
+    found = MemberHistory(scores=[(3, {LOSS: None})], seconds=1.5, followed=[(1, None)])
     one = member(make_job(), tmp_path)
     one.write(found)
     again = one.history()

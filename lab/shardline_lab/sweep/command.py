@@ -20,7 +20,7 @@ from shardline_lab.sweep import space
 
 if TYPE_CHECKING:
     from shardline.job import Job
-    from shardline_lab.sweep.member import Member
+    from shardline_lab.sweep.member import SweepMember
     from shardline_lab.sweep.plans import Plan
 
 MEMBERS = "models"
@@ -100,7 +100,7 @@ def chosen(flags: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[s
     return grid, over
 
 
-def maker(flags: Mapping[str, Any], out: Path) -> tuple[Job, Callable[[Sequence[space.Point]], list[Member]]]:
+def maker(flags: Mapping[str, Any], out: Path) -> tuple[Job, Callable[[Sequence[space.Point]], list[SweepMember]]]:
     """The job, and the function that makes models of points. Raises JobError if it can't train so; both do."""
     path = options.existing_job(flags["job"])
     assert path is not None
@@ -110,14 +110,14 @@ def maker(flags: Mapping[str, Any], out: Path) -> tuple[Job, Callable[[Sequence[
     leave_compiler_out()
     from shardline.host.process import torch_threads
     from shardline.job import changed, load_job
-    from shardline_lab.sweep.member import Member, checked
+    from shardline_lab.sweep.member import SweepMember, checked
 
     given = options.overrides(flags)
 
-    def make(points: Sequence[space.Point]) -> list[Member]:
+    def make(points: Sequence[space.Point]) -> list[SweepMember]:
         with torch_threads(1):
             return [
-                Member(
+                SweepMember(
                     point=point,
                     job=changed(job, point),
                     folder=out / MEMBERS / ",".join(map("=".join, point)).replace("/", "_"),
@@ -137,7 +137,7 @@ def trained(plan: Plan, places: Sequence[str], out: Path) -> int:
     """Train, show and write the results; returns the exit code."""
     from shardline_lab.sweep import fleet, report
 
-    members: dict[str, Member] = {}
+    members: dict[str, SweepMember] = {}
     for going, share in plan:
         members.update({member.name: member for member in going})
         click.echo(f"{plural(len(going), 'model')} to {share:.3g} of the steps, {len(places)} at a time: {out}")

@@ -19,7 +19,7 @@ from shardline.errors import UsageError
 from shardline.host import files
 from shardline.host.forkserver import CAN_FORK, PR_SET_PDEATHSIG, prctl
 from shardline.host.process import check_device, usable_cores
-from shardline_lab.sweep.member import Member
+from shardline_lab.sweep.member import SweepMember
 
 END_S = 10.0
 """Time for a process to end at SIGTERM."""
@@ -42,7 +42,7 @@ def devices(name: str, parallel: int | None, threads: int) -> list[str]:
     return list(itertools.islice(itertools.cycle(found), parallel or len(found)))
 
 
-def train(members: Iterable[Member], share: float, places: Sequence[str]) -> Generator[Member, None, None]:
+def train(members: Iterable[SweepMember], share: float, places: Sequence[str]) -> Generator[SweepMember, None, None]:
     """Train all up to a share of their steps, as many at a time as there are places; yields each as it ends.
 
     Those that have come so far already are not started. An exception, such as Ctrl-C, ends all processes.
@@ -57,7 +57,7 @@ def train(members: Iterable[Member], share: float, places: Sequence[str]) -> Gen
             yield member
         else:
             waiting.append(member)
-    free, running = list(places), dict[int, tuple[Member, str, ForkProcess]]()
+    free, running = list(places), dict[int, tuple[SweepMember, str, ForkProcess]]()
     with _ending(running):
         while waiting or running:
             while waiting and free:
@@ -77,7 +77,7 @@ def train(members: Iterable[Member], share: float, places: Sequence[str]) -> Gen
 
 
 @contextlib.contextmanager
-def _ending(running: dict[int, tuple[Member, str, ForkProcess]]) -> Iterator[None]:
+def _ending(running: dict[int, tuple[SweepMember, str, ForkProcess]]) -> Iterator[None]:
     """End what runs at the end of the block, also at SIGTERM."""
 
     def end(number: int, _frame: object) -> None:
@@ -97,7 +97,7 @@ def _ending(running: dict[int, tuple[Member, str, ForkProcess]]) -> Iterator[Non
                 process.kill()
 
 
-def _begin(member: Member, device: str, share: float) -> None:
+def _begin(member: SweepMember, device: str, share: float) -> None:
     """Be a model's process: what it prints goes into its folder, and it ends with the process that has forked it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

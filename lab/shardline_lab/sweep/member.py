@@ -8,13 +8,11 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardline import codecs
 from shardline.checkpoint import CheckpointContents, CheckpointStore
-from shardline.checkpoint.manifest import step_folder
 from shardline.errors import CheckpointError, JobError, UsageError, as_error, nearest
 from shardline.host import files
 from shardline.host.process import resolve_device, torch_threads
@@ -28,11 +26,11 @@ LOSSES = 50
 RESULT = "result.json"
 RESULT_BYTES = 16 << 20
 KEY = "sweep"
-"""Field of a checkpoint's `extra` with the History up to there."""
+"""Field of a checkpoint's `extra` with the MemberHistory up to there."""
 
 
 @dataclass
-class History:
+class MemberHistory:
     """What has become of a model so far. None among metrics: NaN or infinity, which JSON lacks."""
 
     settings: dict[str, str] = field(default_factory=dict)
@@ -67,39 +65,35 @@ class History:
         value = self.best[1]
         return bool(self.failure), math.isnan(value), value if self.lowest else -value
 
-    def until(self, step: int) -> History:
+    def until(self, step: int) -> MemberHistory:
         """What it was at a step: without later scores."""
         return dataclasses.replace(self, scores=[(at, metrics) for at, metrics in self.scores if at <= step])
 
 
 @dataclass(kw_only=True, eq=False)
-class Member:
+class SweepMember:
     """A model to train. point: the fields in which it differs from others. settings: all that are set."""
 
     point: Point
     settings: dict[str, str]
     job: Job
     folder: Path
-    found: History = field(default_factory=History)
+    found: MemberHistory = field(default_factory=MemberHistory)
     """What is known of it here, in the sweep's own process."""
 
     @property
     def name(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.point)
 
-    @property
-    def best_checkpoint(self) -> Path:
-        return self.folder / "checkpoints" / step_folder(self.found.best[0])
-
     def steps(self, share: float) -> int:
         return math.ceil(self.job.steps * share)
 
-    def history(self) -> History:
+    def history(self) -> MemberHistory:
         """What its last process has written. Raises UsageError for a model with other settings."""
         try:
-            found = History(**json.loads(files.read_text(self.folder / RESULT, RESULT_BYTES)))
+            found = MemberHistory(**json.loads(files.read_text(self.folder / RESULT, RESULT_BYTES)))
         except FileNotFoundError:
-            return History()
+            return MemberHistory()
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.folder / RESULT} can't be read: {error}; choose another --out") from None
         if found.settings != self.settings:
@@ -109,7 +103,7 @@ class Member:
             )
         return found
 
-    def write(self, history: History) -> None:
+    def write(self, history: MemberHistory) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**dataclasses.asdict(history), "settings": self.settings})
         files.replace(self.folder / RESULT, text.encode())
@@ -123,7 +117,7 @@ class Member:
         self.write(history)
         try:
             with torch_threads(self.job.threads):
-                run = Run(self, device)
+                run = MemberRun(self, device)
                 history = run.history
                 run.to(self.steps(share))
                 history.sha256 = run.training.result(()).sha256
@@ -135,19 +129,19 @@ class Member:
         self.write(history)
 
 
-class Run:
+class MemberRun:
     """A model's training in progress."""
 
-    def __init__(self, member: Member, device: str) -> None:
+    def __init__(self, member: SweepMember, device: str) -> None:
         self._job = member.job
         self._begun_s = time.monotonic()
         self.training = checked(self._job, device)
         self._store = CheckpointStore(member.folder / "checkpoints", self._job.checkpoint_keep or sys.maxsize)
-        self.history = History()
+        self.history = MemberHistory()
         if self._store.list():
             stored = self._store.newest_valid()
             self.training.restore(stored.images(self.training.plan, 0))
-            self.history = History(**stored.manifest.extra[KEY])  # type: ignore[arg-type]
+            self.history = MemberHistory(**stored.manifest.extra[KEY])  # type: ignore[arg-type]
             self.training.scores = [(step, value) for step, value in self.history.followed]
             self._begun_s -= self.history.seconds
 
@@ -165,12 +159,13 @@ class Run:
         if metrics:
             name, history.lowest = self._job.best(metrics)
             if name not in metrics:
-                known = f"{', '.join(metrics)}{nearest(name, metrics)}"
-                raise JobError(f"best_metric is {name!r}, but evaluate(model) returns {known}")
+                returned = f"{', '.join(metrics)}{nearest(name, metrics)}"
+                raise JobError(f"best_metric is {name!r}, but evaluate(model) returns {returned}")
             history.metric = name
         metrics[LOSS] = sum(history.losses) / len(history.losses)
         history.step, history.followed = training.at, list(training.scores)
-        history.scores.append((training.at, finite(metrics)))
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        history.scores.append((training.at, known))
         best, _ = history.best
         history.stopped = 0 < self._job.patience <= sum(step > best for step, _ in history.scores)
         history.seconds = time.monotonic() - self._begun_s
@@ -189,10 +184,6 @@ class Run:
         if best == training.at:
             self._store.mark_best(best, metrics)
         history.seconds = time.monotonic() - self._begun_s
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def checked(job: Job, device: str = "cpu") -> Training:

@@ -6,15 +6,15 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardline_lab.sweep.member import Member
+from shardline_lab.sweep.member import SweepMember
 from shardline_lab.sweep.report import ranked
 from shardline_lab.sweep.space import Point, Range
 
-Plan = Iterator[tuple[list[Member], float]]
+Plan = Iterator[tuple[list[SweepMember], float]]
 """Models, and the share of their steps that they are to have made."""
 
 
-def halved(members: Sequence[Member], rounds: Sequence[tuple[int, float]]) -> Plan:
+def halved(members: Sequence[SweepMember], rounds: Sequence[tuple[int, float]]) -> Plan:
     """Successive halving. rounds: from space.halves()."""
     for count, share in rounds:
         yield [member for member in ranked(members) if not member.found.failure][:count], share
@@ -25,13 +25,13 @@ def suggested(
     count: int,
     seed: int,
     together: int,
-    make: Callable[[list[Point]], list[Member]],
+    make: Callable[[list[Point]], list[SweepMember]],
 ) -> Plan:
     """Points that Optuna's sampler suggests, so many at a time, by the results of those before."""
     optuna: Any = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    known: dict[Point, Member] = {}
+    known: dict[Point, SweepMember] = {}
     for first in range(0, count, together):
         trials = [study.ask() for _ in range(min(together, count - first))]
         points = [tuple((name, _suggest(trial, name, one)) for name, one in fields.items()) for trial in trials]

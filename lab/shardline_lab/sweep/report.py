@@ -13,28 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from shardline import methods
+from shardline.checkpoint.manifest import step_folder
 from shardline.cli.terminal import aligned
 from shardline.host import files
-from shardline_lab.sweep.member import Member
+from shardline_lab.sweep.member import SweepMember
 
 RESULTS, PICTURE, BEST = "results.json", "results.png", "best"
 
 
-def ranked(members: Iterable[Member]) -> list[Member]:
+def ranked(members: Iterable[SweepMember]) -> list[SweepMember]:
     """The best first; those that have failed last."""
     return sorted(members, key=lambda member: member.found.rank)
 
 
-def sentence(member: Member) -> str:
+def sentence(member: SweepMember) -> str:
     """How a model has ended."""
     at, value = member.found.best
     return member.found.failure or f"{member.found.metric} {value:.4f} at step {at} of {member.found.step}"
 
 
-def table(ranked: Sequence[Member]) -> list[str]:
+def table(ranked: Sequence[SweepMember]) -> list[str]:
     """A line for each model, and the sentences of those that have failed."""
     fields = [name for name, _ in ranked[0].point]
-    rows = [[*fields, ranked[0].found.metric, "at step", "of", "seconds"]]
+    rows = [[*fields, ranked[0].found.metric, "at step", "steps", "seconds"]]
     for member in ranked:
         found, (at, value) = member.found, member.found.best
         shown = "failed" if found.failure else f"{value:.4f}"
@@ -43,7 +44,7 @@ def table(ranked: Sequence[Member]) -> list[str]:
     return [*aligned(rows, texts=len(fields)), *failed]
 
 
-def write(ranked: Sequence[Member], out: Path) -> None:
+def write(ranked: Sequence[SweepMember], out: Path) -> None:
     """Write the file and, where matplotlib is installed, the picture, and link the best checkpoint."""
     models = [
         {
@@ -57,13 +58,14 @@ def write(ranked: Sequence[Member], out: Path) -> None:
     files.replace(out / RESULTS, json.dumps({"models": models}, indent=1).encode())
     if not ranked[0].found.failure:
         temporary = out / f".{BEST}.{secrets.token_hex(4)}"
-        temporary.symlink_to(ranked[0].best_checkpoint.relative_to(out))
+        place = ranked[0].folder / "checkpoints" / step_folder(ranked[0].found.best[0])
+        temporary.symlink_to(place.relative_to(out))
         os.replace(temporary, out / BEST)
     if importlib.util.find_spec("matplotlib") is not None:
         draw(ranked, out / PICTURE)
 
 
-def draw(ranked: Sequence[Member], path: Path) -> None:
+def draw(ranked: Sequence[SweepMember], path: Path) -> None:
     """Draw the scores by step, and for each field the best score by its value."""
     from matplotlib.figure import Figure
 

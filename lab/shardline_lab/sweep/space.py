@@ -14,8 +14,8 @@ from shardline.errors import UsageError
 
 Point = tuple[tuple[str, str], ...]
 """Fields of a job and their values as text, as `--set` takes them."""
-ALONE = {*methods.FIELDS} - {"consistency", "rule"} | {"topology", "error_memory", "loaders", "prefetch"}
-"""Fields that say how tasks work together, or how batches are read: to a model that trains alone they are all one."""
+ALONE = {*methods.FIELDS, "error_memory", "loaders", "prefetch"} - {"consistency", "rule"}
+"""Fields that say how tasks work together, or how batches are read: they change nothing in one that trains alone."""
 _RANGE = re.compile(r"(.+?)\.\.(.+?)(:log)?")
 
 
