@@ -20,8 +20,8 @@ from shardline.job import Job, changed
 from shardline.testing import reference
 from shardline_lab.sweep.command import sweep
 from shardline_lab.sweep.member import LOSS, MemberHistory, SweepMember, checked
-from shardline_lab.sweep.plans import halved
-from shardline_lab.sweep.space import Range, drawn, grid, halves, product, ranges
+from shardline_lab.sweep.plans import halved, suggested
+from shardline_lab.sweep.space import Point, Range, drawn, grid, halves, product, ranges
 from tests.unit.test_reference import data, make_job, mse, rich
 
 
@@ -278,3 +278,31 @@ def test_a_result_that_can_be_read_again_is_the_same(tmp_path: Path) -> None:
     assert json.dumps(dataclasses.asdict(again)) == json.dumps({**dataclasses.asdict(found), "settings": {"seed": "7"}})
     assert math.isnan(again.best[1])
     assert again.until(2).scores == []
+
+
+def test_optuna_draws_by_the_results_so_far_and_repeats_itself() -> None:
+    pytest.importorskip("optuna")
+    fields: dict[str, Range | tuple[str, ...]] = {**ranges(["lr=1e-4..1:log", "seed=0..1"]), "rule": ("torch", "lwp")}
+
+    def make(points: Sequence[Point]) -> list[SweepMember]:
+        return [SweepMember(point=point, settings={}, job=make_job(), folder=Path()) for point in points]
+
+    def run(seed: int) -> list[Point]:
+        asked = []
+        for going, share in suggested(fields, 14, seed, 3, make):
+            assert share == 1.0 and len(going) <= 3
+            for one in going:
+                asked.append(one.point)
+                rate = dict(one.point)["lr"]
+                one.found = MemberHistory(scores=[(12, {LOSS: abs(math.log(float(rate) / 0.01))})])
+            going[0].found.failure = "it was killed" if len(asked) == 3 else ""
+        return asked
+
+    points = run(1)
+    assert points == run(1) != run(2)
+    assert len(points) == len({*points}) == 14
+    assert {name for name, _ in points[0]} == {*fields}
+    rates = [float(dict(point)["lr"]) for point in points]
+    assert all(1e-4 <= rate <= 1 for rate in rates)
+    assert {dict(point)["rule"] for point in points} <= {"torch", "lwp"}
+    assert {dict(point)["seed"] for point in points} <= {"0", "1"}
