@@ -490,16 +490,28 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
     changes: dict[str, Any] = {"workers": job.workers or workers}
     if not job.name:
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
-    for name, text in overrides:
-        changes.update([methods.override(name, text)])
     if mirrored and job.replicas == 1:
-        changes.setdefault("replicas", workers)
-    if "epochs" in changes:
-        changes.setdefault("steps", 0)
-    made = dataclasses.replace(job, **changes)
+        changes["replicas"] = workers
+    made = changed(job, overrides, **changes)
     if mirrored:
         _check_mirrored(made, workers)
     return made
+
+
+def changed(job: Job, overrides: Iterable[tuple[str, str]], **changes: Any) -> Job:
+    """The job with fields, and arguments of its optimizer, replaced, such as ("steps", "200") or ("lr", "0.1").
+
+    changes: fields that the overrides may replace once more. Raises JobError for one that is unknown or invalid.
+    """
+    arguments: dict[str, Any] = {}
+    for name, text in overrides:
+        field, value = methods.override(name, text)
+        (arguments if field in methods.ARGUMENTS else changes)[field] = value
+    if arguments:
+        changes["optimizer_args"] = {**job.optimizer_args, **arguments}
+    if "epochs" in changes:
+        changes.setdefault("steps", 0)
+    return dataclasses.replace(job, **changes)
 
 
 def _check_mirrored(job: Job, workers: int) -> None:

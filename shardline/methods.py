@@ -40,7 +40,9 @@ WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 """The same as text, for --help: importing the tables would import torch."""
 
 
-OVERRIDES: Mapping[str, type] = {**KINDS, **dict.fromkeys(FIELDS, str)}
+ARGUMENTS = ("lr", "momentum", "weight_decay")
+"""Numbers in a job's `optimizer_args` that the command line can set like its fields."""
+OVERRIDES: Mapping[str, type] = {**KINDS, **dict.fromkeys(FIELDS, str), **dict.fromkeys(ARGUMENTS, float)}
 """Job fields that the command line can set, and the types to parse."""
 
 
@@ -63,6 +65,8 @@ def check_override(name: str, text: str) -> None:
     """
     field, value = override(name, text)
     seam = PARTS.get(field, field)
+    if field in ARGUMENTS:
+        return
     if seam not in SEAMS:
         check_field(field, value)
     elif str(value).partition(":")[0] not in {usage.partition(":")[0] for usage, _ in written()[seam]}:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,10 @@ from shardline.job import Job
 from shardline.model import Owners, named_values
 from shardline.nn import EmbeddingTable, tables_of
 from shardline.schedule import complete, factor
+from shardline.scheduler import GroupSettings
 from shardline.storage.table import IDS, TableBucket
-from shardline.update import Need, bucket_rule, runs_on_workers
+from shardline.update import Need, bucket_rule, hyper_numbers, runs_on_workers
+from shardline.update.base import RuleState
 
 Gradients = dict[str, torch.Tensor | None]
 Values = dict[str, torch.Tensor]
@@ -89,7 +91,7 @@ def reference(
     replica, on one machine class. Raises NonFiniteError under the policy "stop", naming tensor, replica and step.
     """
     with torch_threads(job.threads):
-        run = _Run(job, choices)
+        run = Training(job, choices)
         if start is not None:
             if run.spec.follows_scores:
                 raise JobError("reference() can't continue a job that follows scores: these are of its whole history")
@@ -98,16 +100,29 @@ def reference(
         return run.result(tuple(losses))
 
 
-class _Run:
-    """One training in progress."""
+class Training:
+    """Training in this process alone, step by step; reference() makes all steps of one."""
 
-    def __init__(self, job: Job, choices: Sequence[Collection[int]]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        choices: Sequence[Collection[int]] = (),
+        *,
+        device: torch.device | None = None,
+        in_buckets: bool = False,
+    ) -> None:
+        """choices: see reference(). in_buckets: keep the optimizer's state as servers do, for images() and restore().
+
+        Raises JobError for a job that can't be trained so.
+        """
         self.job = job
         self.choices = choices
-        self.model = job.build_model()
+        self.model = job.build_model().to(device)
         self.spec: JobSpec = job.spec(self.model)
         if cadence.of(self.spec).rounds.ticks != 1 or self.spec.inner is not None:
-            raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
+            raise JobError(
+                f"training in one process makes steps of one pass each; cadence {self.spec.cadence} has other ones"
+            )
         self.source = BatchSource(job)
         self._compute = division.of(self.spec).in_one_process(job, self.model, self.source, self._predict)
         self.plan: Plan = make_plan(self.spec.tensors, 1)
@@ -118,15 +133,19 @@ class _Run:
         self.params = {name: value for name, value in values.items() if kinds[name] in frozen}
         self.trained = {name: value for name, value in values.items() if kinds[name] is TensorKind.PARAM}
         self.buffers = {name: value for name, value in values.items() if kinds[name] is TensorKind.BUFFER}
-        plain = runs_on_workers(self.spec.rule)
-        self.stepper: _Stepper | _RuleStepper = (
-            _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
-        )
         self.tables = _Tables(self.model, self.spec, self.plan)
+        optimizer = job.build_optimizer(self.model)
+        settings = job.group_settings(optimizer)
         self.scores: list[tuple[int, float | None]] = []
         """Those that the job's ReduceLROnPlateau follows."""
-        if isinstance(self.stepper, _Stepper) and self.stepper.settings is not None:
-            self.stepper.settings.scores = lambda: self.scores
+        if settings is not None:
+            settings.scores = lambda: self.scores
+        plain = runs_on_workers(self.spec.rule) and not in_buckets
+        self.stepper: _Stepper | _RuleStepper = (
+            _Stepper(job, optimizer, settings, self.trained)
+            if plain
+            else _RuleStepper(self.spec, self.plan, settings, self.trained)
+        )
         self.at = 0
         self.version = 0
         self.skipped: list[int] = []
@@ -203,11 +222,65 @@ class _Run:
         _assign(self.buffers, start.buffers)
         self.stepper.load(start.optimizer)
 
+    def parameters(self) -> Values:
+        """Copies of all parameters, which differ from the model's if the rule looks ahead."""
+        return {**copies(self.params), **self.stepper.parameters(), **self.tables.parameters()}
+
+    def score(self) -> dict[str, float]:
+        """The metrics of the parameters as they are now, from the job's `evaluate`; {} if it has none."""
+        seen = copies(self.trained)
+        _assign(self.trained, self.stepper.parameters())
+        try:
+            return self.job.score(self.model)
+        finally:
+            _assign(self.trained, seen)
+
+    def images(self) -> list[BucketImage]:
+        """The content of its buckets, as a server's for a checkpoint. It was made with in_buckets."""
+        assert isinstance(self.stepper, _RuleStepper)
+        values = {**self.parameters(), **copies(self.buffers)}
+        states = iter(self.stepper.rules)
+        images = []
+        tables = {bucket.number: bucket for bucket in self.tables.buckets.values()}
+        for number, bucket in enumerate(self.plan.shards[0].buckets):
+            if number in tables:
+                images.append(tables[number].image())
+                continue
+            none = RuleState({}, {}, (False,) * len(bucket.slices))
+            state = next(states).export() if bucket.kind is TensorKind.PARAM else none
+            flat = _flat(self.plan, bucket, values).cpu()
+            images.append(
+                BucketImage(
+                    shard=0,
+                    bucket=number,
+                    step=self.at,
+                    version=self.version,
+                    tensors={VALUE: flat, **state.tensors},
+                    scalars=state.scalars,
+                    initialized=state.initialized,
+                )
+            )
+        return images
+
+    def restore(self, images: Iterable[BucketImage]) -> None:
+        """Go on from the content of its buckets; the inverse of images(). Raises CheckpointError."""
+        optimizer: dict[str, dict[str, Any]] = {}
+        for bucket, image in zip(self.plan.shards[0].buckets, images, strict=True):
+            if bucket.kind is TensorKind.TABLE:
+                self.tables.load({self.plan.tensors[bucket.slices[0].tensor].name: image})
+                continue
+            _write(self.plan, bucket, image.tensors[VALUE], {**self.params, **self.buffers})
+            self.at, self.version = image.step, image.version
+            if bucket.kind is TensorKind.PARAM:
+                state = {"tensors": image.tensors, "scalars": image.scalars, "initialized": image.initialized}
+                optimizer[f"bucket {len(optimizer)}"] = state
+        self.stepper.load(optimizer)
+
     def result(self, losses: tuple[float, ...]) -> ReferenceResult:
         return ReferenceResult(
             step=self.at,
             version=self.version,
-            params={**copies(self.params), **self.stepper.parameters(), **self.tables.parameters()},
+            params=self.parameters(),
             tables=self.tables.images(),
             buffers=copies(self.buffers),
             optimizer=self.stepper.state(),
@@ -267,10 +340,12 @@ class _Tables:
 class _Stepper:
     """The torch.optim object."""
 
-    def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
-        self.optimizer = job.build_optimizer(model)
+    def __init__(
+        self, job: Job, optimizer: torch.optim.Optimizer, settings: GroupSettings | None, trained: Values
+    ) -> None:
+        self.optimizer = optimizer
         self.schedule = complete(job.schedule, job.steps)
-        self.settings = job.group_settings(self.optimizer)
+        self.settings = settings
         self.trained = trained
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -305,36 +380,41 @@ class _Stepper:
 class _RuleStepper:
     """An update rule over the buckets of one server. The model's parameters are those that its one worker pulls."""
 
-    def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
+    def __init__(self, spec: JobSpec, plan: Plan, settings: GroupSettings | None, trained: Values) -> None:
         self.plan = plan
+        self.settings = settings
         self.trained = trained
         self.task = "" if consistency.of(spec.consistency).worker_half(spec).shares_steps else "worker/0"
         device = next(iter(trained.values())).device
         self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
         self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]
-        self.values = [self._flat(bucket, trained) for bucket in self.buckets]
+        self.values = [_flat(plan, bucket, trained) for bucket in self.buckets]
         self._pull()
 
     def step(self, gradients: Gradients, clock: int) -> None:
         """One push of the worker, and its pull."""
         context = PushContext(task=self.task, base_version=clock, clock=clock)
+        groups = self.settings.at(clock) if self.settings is not None else ()
         for bucket, updater, values in zip(self.buckets, self.rules, self.values, strict=True):
-            present = [gradients[self.plan.tensors[piece.tensor].name] is not None for piece in bucket.slices]
-            updater.apply(values, self._flat(bucket, gradients), clock=clock, present=present, context=context)
+            held = [self.plan.tensors[piece.tensor] for piece in bucket.slices]
+            flat = _flat(self.plan, bucket, gradients)
+            present = [gradients[tensor.name] is not None for tensor in held]
+            hyper = hyper_numbers(updater.site.spec.name, groups[held[0].group]) if groups else None
+            updater.apply(values, flat, clock=clock, present=present, hyper=hyper, context=context)
         self._pull()
 
     def _pull(self) -> None:
-        for number, (updater, values) in enumerate(zip(self.rules, self.values, strict=True)):
+        for bucket, updater, values in zip(self.buckets, self.rules, self.values, strict=True):
             answer = updater.answer(values, self.task)
             if Need.PULLS in updater.rule.needs:
                 updater.sent(self.task, answer)
-            self._write(number, answer, self.trained)
+            _write(self.plan, bucket, answer, self.trained)
 
     def parameters(self) -> Values:
         """Copies of the trained parameters, which differ from the worker's if the rule looks ahead."""
         found = copies(self.trained)
-        for number, flat in enumerate(self.values):
-            self._write(number, flat, found)
+        for bucket, flat in zip(self.buckets, self.values, strict=True):
+            _write(self.plan, bucket, flat, found)
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -343,30 +423,32 @@ class _RuleStepper:
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse of state(); the parameters are in the model."""
         for number, (bucket, updater) in enumerate(zip(self.buckets, self.rules, strict=True)):
-            self.values[number] = self._flat(bucket, self.trained)
+            self.values[number] = _flat(self.plan, bucket, self.trained)
             updater.load(**state[f"bucket {number}"])
         self._pull()
 
-    def _flat(self, bucket: BucketSpec, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-        device = next(iter(self.trained.values())).device
-        flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device)
-        for piece in bucket.slices:
-            value = tensors[self.plan.tensors[piece.tensor].name]
-            if value is not None and piece.elements:
-                tensor = self.plan.tensors[piece.tensor]
-                first = piece.first_row * tensor.row_elements
-                flat[piece.offset : piece.end] = value.detach().reshape(-1)[first : first + piece.elements]
-        return flat
 
-    @torch.no_grad()
-    def _write(self, number: int, flat: torch.Tensor, into: Values) -> None:
-        for piece in self.buckets[number].slices:
-            tensor = self.plan.tensors[piece.tensor]
-            first = piece.first_row * tensor.row_elements
-            whole = into[tensor.name].reshape(-1)
-            whole[first : first + piece.elements] = flat[piece.offset : piece.end]
-            # reshape() may have made a copy.
-            into[tensor.name].copy_(whole.view(tensor.shape))
+def _flat(plan: Plan, bucket: BucketSpec, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    """A bucket's tensors in its layout, shape [elements]; zeros for None."""
+    found = [tensors[plan.tensors[piece.tensor].name] for piece in bucket.slices]
+    device = next((value.device for value in found if value is not None), None)
+    flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device)
+    for piece, value in zip(bucket.slices, found, strict=True):
+        if value is not None and piece.elements:
+            first = piece.first_row * plan.tensors[piece.tensor].row_elements
+            flat[piece.offset : piece.end] = value.detach().reshape(-1)[first : first + piece.elements]
+    return flat
+
+
+@torch.no_grad()
+def _write(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, into: Values) -> None:
+    for piece in bucket.slices:
+        tensor = plan.tensors[piece.tensor]
+        first = piece.first_row * tensor.row_elements
+        whole = into[tensor.name].reshape(-1)
+        whole[first : first + piece.elements] = flat[piece.offset : piece.end]
+        # reshape() may have made a copy.
+        into[tensor.name].copy_(whole.view(tensor.shape))
 
 
 def copies(values: Mapping[str, torch.Tensor]) -> Values:

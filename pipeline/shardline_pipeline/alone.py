@@ -254,12 +254,12 @@ def in_one_process(
     schedule = pipeline.of(spec)
     if isinstance(consistency.of(spec.consistency), ByStage) and spec.replicas > 1:
         raise JobError(
-            "reference() repeats what does not depend on who was first, but the replicas of a pipeline with "
+            "one process repeats what does not depend on who was first, but the replicas of a pipeline with "
             f"consistency {consistency.of(spec.consistency)} don't wait for each other; compare with replicas=1"
         )
     if pipeline.ranks(spec) > 1:
         raise JobError(
-            "reference() computes with whole layers, and a sum over ranks is rounded in another order; compare "
+            "one process computes with whole layers, and a sum over ranks is rounded in another order; compare "
             "with the job with tensor_ranks=1, up to rounding"
         )
     assert isinstance(model, StagedModel), "checked when the job was read"

@@ -1,0 +1,1 @@
+"""shardline sweep: one model per process or device, each with other settings."""
