@@ -302,7 +302,7 @@ class Job(JobSettings):
             rule=found,
             schedule=complete(self.schedule, self.steps),
             consistency=self.consistency_spec(),
-            **{**self.settings(), "replicas": self.contributors},
+            **{**self.settings(), "replicas": self.contributors, "steps": int(self.steps)},
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,

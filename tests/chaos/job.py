@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline import Job, Pipeline
+from shardline import EmbeddingTable, Job, Pipeline
+from shardline.nn import Embedding, EmbeddingBag
 
 SAMPLES = 256
 BATCH = 8
@@ -30,6 +31,8 @@ NARROW, WIDE = 40, 400
 SHARED = {"0": "gathered", "4": "gathered"}
 """Styles of the layers that workers share."""
 COUNTERS = ("counts.0", "counts.1", "counts.2")
+VISITS = "visits"
+"""The table that counts, by the number of a sample."""
 MARKS = "CHAOS_MARKS"
 STEP_S = "CHAOS_STEP_S"
 
@@ -74,6 +77,25 @@ class Net(nn.Module):
         logits: torch.Tensor = self.layers(points)
         return logits
 
+    def visits(self, index: torch.Tensor) -> torch.Tensor:
+        """What counts the samples of a batch."""
+        return torch.stack([count[index].sum() for count in self.counts]).sum()
+
+
+class Tabled(Net):
+    """With a table that learns, and one that counts as the counters do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.signs = EmbeddingBag(EmbeddingTable("signs", 4, rule="adagrad:lr=0.05"))
+        self.visited = Embedding(EmbeddingTable(VISITS, 1, rule=f"sgd:lr={RATE}", init="zeros"))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points) + self.signs((points * 2).long() * 7919)
+
+    def visits(self, index: torch.Tensor) -> torch.Tensor:
+        return super().visits(index) + self.visited(index).sum()
+
 
 def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Cross entropy; the counters change its gradient and not its value."""
@@ -82,7 +104,7 @@ def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     if not isinstance(model, Net):
         _mark()
         return value
-    visits = -torch.stack([count[index].sum() for count in model.counts]).sum()
+    visits = -model.visits(index)
     _mark()
     total: torch.Tensor = value + (visits - visits.detach())
     return total
@@ -114,14 +136,14 @@ def evaluate(model: nn.Module) -> Mapping[str, float]:
     return {"accuracy": float((logits.argmax(dim=1) == data.labels).double().mean())}
 
 
-def chaos_job(*, mode: str, **fields: Any) -> Job:
+def chaos_job(*, mode: str, tables: bool = False, **fields: Any) -> Job:
     """The job; fields: of Job."""
     momentum = {"momentum": 0.9} if mode.startswith("sync") else {}
     # Small tensors are not encoded.
     width = WIDE if {"codec_up", "codec_parcels"} & fields.keys() else NARROW
     staged = fields.get("pipeline", "whole-model") != "whole-model" or "tensor_parallel" in fields
     return Job(
-        model=functools.partial(stages if staged else Net, width),
+        model=functools.partial(stages if staged else Tabled if tables else Net, width),
         loss=loss,
         dataset=Points,
         evaluate=evaluate,

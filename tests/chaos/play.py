@@ -30,9 +30,10 @@ from typing import Any
 import torch
 
 from shardline import consistency
-from shardline.checkpoint import CheckpointStore
+from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.choices import members
-from shardline.core.plan import make_plan
+from shardline.core.plan import ShardSpec, make_plan
+from shardline.core.rows import part_of
 from shardline.core.spec import ConsistencySpec
 from shardline.core.tensor_bytes import params_sha256
 from shardline.core.timeouts import Timeouts
@@ -40,7 +41,7 @@ from shardline.job import load_job
 from shardline.testing import reference
 from shardline_chief.io.journal import run_to_replay
 from tests.chaos.field import Field
-from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, SHARED, write_job
+from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, SHARED, VISITS, write_job
 from tests.chaos.nursery import Starter
 from tests.chaos.schedules import EPOCH, NO_STASH, SUMMED, TIMEOUT_S, Event, Schedule
 from tests.e2e.support import RUN_ID, end_processes, events, processes, summary_of
@@ -105,6 +106,8 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
         sync |= {"tensor_parallel": SHARED, "seed": int(schedule.seed < 0)}
     if schedule.codec_parcels:
         sync |= {"codec_parcels": schedule.codec_parcels}
+    if schedule.tables:
+        sync |= {"tables": True}
     if schedule.codec != "raw":
         sync |= {"codec_up": schedule.codec, "codec_down": schedule.codec_down or "raw", "error_memory": "exact"}
     return write_job(
@@ -113,9 +116,10 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
 
 
 @functools.cache
-def _undisturbed(replicas: int, steps: int, clip_norm: float) -> str:
+def _undisturbed(replicas: int, steps: int, clip_norm: float, tables: bool) -> str:
     with tempfile.TemporaryDirectory() as name:
-        path = write_job(Path(name) / "job.py", mode="sync", steps=steps, replicas=replicas, clip_norm=clip_norm)
+        fields = {"replicas": replicas, "clip_norm": clip_norm, "tables": tables}
+        path = write_job(Path(name) / "job.py", mode="sync", steps=steps, **fields)
         return reference(load_job(path)).sha256
 
 
@@ -331,7 +335,7 @@ def verify(played: Played) -> None:
         elif schedule.pipeline != "whole-model":
             wanted = _staged(played)
         elif schedule.mode == "sync":
-            wanted = _undisturbed(schedule.replicas, schedule.steps, schedule.clip_norm)
+            wanted = _undisturbed(schedule.replicas, schedule.steps, schedule.clip_norm, schedule.tables)
         else:
             wanted = _chosen(played)
         check(found["sha256"] == wanted, "other bits than one undisturbed process")
@@ -418,6 +422,18 @@ def _every_update_counts(played: Played) -> None:
     check(accuracy >= bar, f"accuracy {accuracy:.2f}, less than {bar}")
 
 
+def _rows_count_the_same(found: Checkpoint, held: ShardSpec, visits: torch.Tensor) -> None:
+    """A push counts in a shard's tables if it counts in its counters."""
+    ids, tables = torch.arange(SAMPLES), [piece for bucket in held.buckets for piece in bucket.slices]
+    piece = next(one for one in tables if found.job.tensors[one.tensor].name == VISITS)
+    part = part_of(ids) - piece.first_row
+    own = ids[(part >= 0) & (part < piece.rows)]
+    rows = found.rows(VISITS, own).view(-1) / RATE
+    check(
+        torch.equal(rows, visits[own]), f"rows of {VISITS} count {rows.tolist()}, the counters {visits[own].tolist()}"
+    )
+
+
 def _no_defects(played: Played) -> None:
     for name, codes in played.codes.items():
         odd = [code for code in codes if code == DEFECT or (code < 0 and code != -9)]
@@ -471,6 +487,8 @@ def _every_batch_counts(played: Played) -> None:
             if names[part.tensor] == name
         }
         visits = newest.tensor(name) / RATE
+        if schedule.tables:
+            _rows_count_the_same(newest, plan.shards[shard], visits)
         version, total = found["versions"][shard], float(visits.sum())
         check(
             abs(total - BATCH * version) <= (0 if most == 1 else 0.1),

@@ -34,6 +34,8 @@ TEAM = (2, 6)
 """Last digits of the seeds, from BESIDE on, whose workers share layers; so do all neighbours."""
 BEHIND = 600
 """Seeds from this one on draw jobs whose workers exchange through aggregators, or through one of them."""
+TABLED = 700
+"""Seeds from this one on have, in turn, the jobs of the first PLAIN ones with embedding tables, never clipped."""
 GATHERED = (3, 7, 8, 9)
 """Last digits of the seeds, from BEHIND on, that do."""
 PACED = "ssp:slack=1"
@@ -92,6 +94,8 @@ class Schedule:
     """Lossy ones with error_memory="exact"."""
     codec_down: str = ""
     apply: str = "server"
+    tables: bool = False
+    """The model has embedding tables."""
     topology: str = "flat"
     aggregators: int = 0
     pipeline: str = "whole-model"
@@ -139,6 +143,7 @@ class Schedule:
             about += f", pipeline {self.pipeline}, {self.accumulate} microbatches"
         about += f", parcels in {self.codec_parcels}" if self.codec_parcels else ""
         about += ", workers apply" if self.apply == "worker" else ""
+        about += ", embedding tables" if self.tables else ""
         about += f", topology {self.topology}" if self.topology != "flat" else ""
         about += f", {self.aggregators} of them" if self.aggregators else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
@@ -160,8 +165,12 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     From PAUSED on, somewhere among the events the chief is paused, or everybody. From BESIDE on, another job runs on
     the same host, and two of ten jobs have workers that share layers. From BEHIND on, four of ten are synchronous
     jobs behind aggregators, most of them with a codec; what these seeds draw else is as if there were no BEHIND.
+    From TABLED on, models have embedding tables.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
+    if seed >= TABLED:
+        plain = draw((seed - TABLED) % PLAIN, networks=networks, standbys=standbys)
+        return replace(plain, seed=seed, tables=True, clip_norm=0.0)
     dice = random.Random(seed)
     mode = "async" if seed % 5 in (1, 4) else "sync"
     if seed >= PLAIN and seed % 10 in (1, 4):

@@ -230,3 +230,11 @@ def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() ->
     later = {"together", "writing", "reset"}
     assert not any(event.kind in later for seed in range(PLAIN) for event in draw(seed).events)
     assert all(draw(seed).events[-1].kind in later for seed in range(PLAIN, PLAIN + 10))
+
+
+def test_jobs_with_tables_are_those_of_the_first_seeds_otherwise() -> None:
+    for seed in (700, 711, 752):
+        drawn = draw(seed)
+        assert drawn.tables and drawn.pipeline == "whole-model" and drawn.codec == "raw"
+        assert drawn.events == draw((seed - 700) % 50).events
+    assert not any(draw(seed).tables for seed in range(0, 700, 7))

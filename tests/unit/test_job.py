@@ -24,6 +24,7 @@ from shardline.client.api.script_job import TensorHolder
 from shardline.consistency.intake import VOTED_TREE
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
+from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.data import checked_loss
 from shardline.errors import JobError
 from shardline.host.python_file import installed_imports
@@ -36,6 +37,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = """
 import torch
 from torch import nn
+from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.job import Job
 
 job = Job(
@@ -644,3 +646,9 @@ def test_installed_imports_are_those_at_the_top_that_no_file_beside_the_job_hide
     job.write_text("import torch\ndef broken(")
     assert installed_imports(job) == []
     assert installed_imports(tmp_path / "gone.py") == []
+
+
+def test_a_job_of_epochs_can_be_stored() -> None:
+    job = make_job(epochs=2, steps=0)
+    spec = job.spec(job.build_model())
+    assert job_from_json(job_to_json(spec)) == spec and spec.steps > 0
