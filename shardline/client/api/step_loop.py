@@ -279,7 +279,7 @@ class StepRunner:
             return self._carry_over()
         if what is not Do.END:
             log.info("restarting the step: %s", error or "orders changed")
-        self._give_up()
+        self._give_up(again=what not in (Do.END, Do.FINISH))
         if what is Do.CATCH_UP:
             # Its step is closed without it. Nothing has to be sent again.
             self.find_again()
@@ -325,15 +325,17 @@ class StepRunner:
         self.reports.clear()
         self.now.retained = None
 
-    def _give_up(self) -> None:
-        """Give up the step in flight, which has to be computed again."""
-        if self.sent is not None:
+    def _give_up(self, *, again: bool = False) -> None:
+        """Give up the step in flight, which has to be computed again. again: so has the open one, if it was sent."""
+        trainer = self.place.current
+        if self.sent is not None or (again and trainer is not None and trainer.open.pushes):
             # Some shards may already have applied it.
             self._repeated += not self.now.assigned
+        if self.sent is not None:
             self.stepper.leases.batch = self.sent.batch
         self.close(None)
-        if self.place.current is not None:
-            self.place.current.give_up()
+        if trainer is not None:
+            trainer.give_up()
 
 
 def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
