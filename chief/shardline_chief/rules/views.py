@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from shardline import cadence as cadences
-from shardline import consistency, division, topology
+from shardline import cadence as cadences, consistency, division, topology
 from shardline.consistency import Clock
 from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase

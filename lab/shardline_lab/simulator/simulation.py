@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import shardline_pipeline as pipeline
-from shardline import cadence as cadences
-from shardline import codecs, consistency
-from shardline import topology as topologies
+from shardline import cadence as cadences, codecs, consistency, topology as topologies
 from shardline.cluster import ANY_HOST
 from shardline.codecs import coding_of
 from shardline.consistency.assignment import assign, replicas_of
