@@ -1,7 +1,5 @@
 """Checkpoints: cuts on disk that survive crashes and can be read onto any number of parameter servers."""
 
-from __future__ import annotations
-
 from shardline.checkpoint.export import export as export, find_checkpoint as find_checkpoint
 from shardline.checkpoint.reader import Checkpoint as Checkpoint
 from shardline.checkpoint.store import (

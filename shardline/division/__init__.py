@@ -5,8 +5,6 @@ library, which add to PIPELINES: pipelines, whose workers compute stages of a re
 workers compute parts of layers. Whoever needs to know what a worker computes, pulls or pushes asks the division.
 """
 
-from __future__ import annotations
-
 from shardline.division.base import Division as Division, DivisionChoice as DivisionChoice, Gradients as Gradients
 from shardline.division.share import Key as Key, Share as Share
 from shardline.division.whole import (

@@ -59,7 +59,6 @@ class AllOrders:
         )
 
     def of(self, task: str, incarnation: int) -> Orders:
-        """The orders for one life of a task."""
         state = self._state
         member = state.tasks.members.get(task)
         if member is None or member.incarnation != incarnation or not member.living:
