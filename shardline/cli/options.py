@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import (
-    TaskPlace,
-    check_chief_port,
-    locate,
-    own_address,
-    parse_address,
-    read_spec,
-    wants_place,
-)
+from shardline.cluster import TaskPlace, check_chief_port, locate, own_address, parse_address, read_spec, wants_place
 from shardline.config import TRACKERS, RoleConfig, profiled_steps
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts

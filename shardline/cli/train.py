@@ -95,12 +95,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.tasks
 @options.job_fields
 @options.plugin
-@options.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Default: runs/JOB-DATE-TIME.",
-)
+@options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
     "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the summary of the run (JSON) here."

@@ -154,12 +154,7 @@ def placed(servers: Sequence[str], workers: Sequence[str], aggregators: Sequence
         servers = [host for host, share in zip(servers, shares, strict=True) if share]
     roles = {"ps": servers, "worker": workers, "aggregator": aggregators}
     machines = {f"{role}/{index}": host for role in roles for index, host in enumerate(roles[role]) if host != ANY_HOST}
-    return {
-        "workers": len(workers),
-        "servers": len(servers),
-        "aggregators": len(aggregators),
-        "machines": machines,
-    }
+    return {"workers": len(workers), "servers": len(servers), "aggregators": len(aggregators), "machines": machines}
 
 
 @dataclass(frozen=True, kw_only=True)
