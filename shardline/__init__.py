@@ -4,8 +4,6 @@ job = shardline.Job(...)            # a job file for `shardline train JOB.py`; J
 session = shardline.connect()       # or three lines in your own training script
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

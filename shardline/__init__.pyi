@@ -1,15 +1,16 @@
 """The public names. At run time each is imported on first use: importing torch takes seconds, and --help needs none."""
 
-from . import nn as nn
-from . import schedule as schedule
-from .beside import DoubleBuffer as DoubleBuffer
-from .beside import Flush as Flush
-from .beside import FTPipe as FTPipe
-from .beside import GPipe as GPipe
-from .beside import NoStash as NoStash
-from .beside import Pipeline as Pipeline
-from .beside import Stash as Stash
-from .beside import VerticalSync as VerticalSync
+from . import nn as nn, schedule as schedule
+from .beside import (
+    DoubleBuffer as DoubleBuffer,
+    Flush as Flush,
+    FTPipe as FTPipe,
+    GPipe as GPipe,
+    NoStash as NoStash,
+    Pipeline as Pipeline,
+    Stash as Stash,
+    VerticalSync as VerticalSync,
+)
 from .cadence.diloco import DiLoCo as DiLoCo
 from .cadence.easgd import EASGD as EASGD
 from .cadence.every_step import EveryStep as EveryStep
@@ -18,40 +19,33 @@ from .cadence.post_local_sgd import PostLocalSGD as PostLocalSGD
 from .cadence.slowmo import SlowMo as SlowMo
 from .cadence.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from .client.api.connect import connect as connect
-from .client.api.optimizer import GradScaler as GradScaler
-from .client.api.optimizer import ShardlineOptimizer as ShardlineOptimizer
+from .client.api.optimizer import GradScaler as GradScaler, ShardlineOptimizer as ShardlineOptimizer
 from .client.api.session import Session as Session
 from .codecs.auto import Auto as Auto
-from .codecs.cast import Bf16 as Bf16
-from .codecs.cast import Fp16 as Fp16
+from .codecs.cast import Bf16 as Bf16, Fp16 as Fp16
 from .codecs.delta import Delta as Delta
 from .codecs.lossless import Lossless as Lossless
 from .codecs.low_rank import PowerSGD as PowerSGD
 from .codecs.quantizing.fp8 import FP8 as FP8
 from .codecs.quantizing.int8 import Int8 as Int8
-from .codecs.quantizing.onebit import EFSign as EFSign
-from .codecs.quantizing.onebit import OneBit as OneBit
+from .codecs.quantizing.onebit import EFSign as EFSign, OneBit as OneBit
 from .codecs.quantizing.onebit_adam import OneBitAdam as OneBitAdam
 from .codecs.quantizing.qsgd import QSGD as QSGD
 from .codecs.quantizing.sign_vote import SignVote as SignVote
-from .codecs.quantizing.ternary import TernGrad as TernGrad
-from .codecs.quantizing.ternary import TwoBit as TwoBit
+from .codecs.quantizing.ternary import TernGrad as TernGrad, TwoBit as TwoBit
 from .codecs.raw import Raw as Raw
 from .codecs.sparse.dgc import DGC as DGC
 from .codecs.sparse.nonzero import Sparse as Sparse
 from .codecs.sparse.randomk import RandomK as RandomK
 from .codecs.sparse.topk import TopK as TopK
-from .consistency import SSP as SSP
-from .consistency import Async as Async
-from .consistency import SoftSync as SoftSync
-from .consistency import Sync as Sync
+from .consistency import SSP as SSP, Async as Async, SoftSync as SoftSync, Sync as Sync
 from .division import WholeModel as WholeModel
-from .errors import JobStopped as JobStopped
-from .errors import RolledBackError as RolledBackError
-from .errors import ShardlineError as ShardlineError
-from .integrations.distributed import DistributedModel as DistributedModel
-from .integrations.distributed import DistributedOptimizer as DistributedOptimizer
-from .integrations.distributed import init_process_group as init_process_group
+from .errors import JobStopped as JobStopped, RolledBackError as RolledBackError, ShardlineError as ShardlineError
+from .integrations.distributed import (
+    DistributedModel as DistributedModel,
+    DistributedOptimizer as DistributedOptimizer,
+    init_process_group as init_process_group,
+)
 from .integrations.notebook import launch as launch
 from .job import Job as Job
 from .nn import EmbeddingTable as EmbeddingTable

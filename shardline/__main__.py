@@ -1,7 +1,5 @@
 """`python -m shardline` is the shardline command."""
 
-from __future__ import annotations
-
 import sys
 
 from shardline.cli.main import main

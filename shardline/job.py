@@ -35,13 +35,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardline import division, methods
 from shardline.cadence import CADENCES, Rounds
-from shardline.codecs import assigned, keep_whole
-from shardline.codecs import of as codecs_of
-from shardline.consistency import CONSISTENCIES, Clock
-from shardline.consistency import of as consistency_of
+from shardline.codecs import assigned, keep_whole, of as codecs_of
+from shardline.consistency import CONSISTENCIES, Clock, of as consistency_of
 from shardline.core.scores import MOST
-from shardline.core.settings import WORKER, JobSettings, check_field, short
-from shardline.core.settings import check as check_settings
+from shardline.core.settings import WORKER, JobSettings, check as check_settings, check_field, short
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
 from shardline.errors import JobError, calling

@@ -110,7 +110,6 @@ class Roles:
         return self._rows[name]
 
     def having(self, trait: Callable[[Role], bool]) -> tuple[str, ...]:
-        """Names of the roles with a trait."""
         return tuple(name for name in self if trait(self._rows[name]))
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from grafana_foundation_sdk.builders import common as build_common
-from grafana_foundation_sdk.builders import dashboard as build
-from grafana_foundation_sdk.builders import heatmap as build_heatmap
-from grafana_foundation_sdk.builders import prometheus as build_prometheus
-from grafana_foundation_sdk.builders import stat as build_stat
-from grafana_foundation_sdk.builders import timeseries as build_timeseries
+from grafana_foundation_sdk.builders import (
+    common as build_common,
+    dashboard as build,
+    heatmap as build_heatmap,
+    prometheus as build_prometheus,
+    stat as build_stat,
+    timeseries as build_timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard, heatmap, prometheus
 

@@ -46,6 +46,10 @@ class Diagnosis:
     """A task answers at the address that was checked."""
 
 
+def _judged(good: bool, said: str, remedy: str) -> Diagnosis:
+    return Diagnosis(OK, said) if good else Diagnosis(WARNING, said, remedy)
+
+
 def check_python() -> Diagnosis:
     return Diagnosis(OK, f"{platform.python_version()} ({sys.executable})")
 
@@ -83,30 +87,21 @@ def check_dev_shm() -> Diagnosis:
         return Diagnosis(WARNING, f"/dev/shm: {error.strerror}", "leave loaders and DataLoader's num_workers at 0")
     free = found.f_bavail * found.f_frsize
     said = f"/dev/shm has {free >> 20} MiB free, for batches of DataLoader's processes"
-    return (
-        Diagnosis(OK, said)
-        if free >= SHM_BYTES
-        else Diagnosis(WARNING, said, "docker run --shm-size 1g, or remount it")
-    )
+    return _judged(free >= SHM_BYTES, said, "docker run --shm-size 1g, or remount it")
 
 
 def check_open_files() -> Diagnosis:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{_limit(soft)} open files (ulimit -n)"
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
-    return (
-        Diagnosis(OK, said)
-        if enough
-        else Diagnosis(WARNING, said, f"ulimit -n {OPEN_FILES}; at most {_limit(hard)} here")
-    )
+    return _judged(enough, said, f"ulimit -n {OPEN_FILES}; at most {_limit(hard)} here")
 
 
 def check_locked() -> Diagnosis:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     said = f"{_limit(soft)} bytes of locked memory (ulimit -l)"
     enough = soft == resource.RLIM_INFINITY or soft >= LOCKED_BYTES or not nvidia()
-    remedy = "ulimit -l unlimited; otherwise a worker's GPU copies gradients once more"
-    return Diagnosis(OK, said) if enough else Diagnosis(WARNING, said, remedy)
+    return _judged(enough, said, "ulimit -l unlimited; otherwise a worker's GPU copies gradients once more")
 
 
 def check_ports() -> Diagnosis:
@@ -122,11 +117,7 @@ def check_clock() -> Diagnosis:
     time.sleep(WATCH_S)
     drift = (time.time() - wall) - (time.monotonic() - steady)
     said = f"the wall clock moved {drift * 1000:+.1f} ms against the monotonic one in {WATCH_S} s"
-    return (
-        Diagnosis(OK, said)
-        if abs(drift) < DRIFT_S
-        else Diagnosis(WARNING, said, "synchronize it by NTP, without steps")
-    )
+    return _judged(abs(drift) < DRIFT_S, said, "synchronize it by NTP, without steps")
 
 
 def check_gpu() -> Diagnosis:

@@ -29,8 +29,7 @@ from shardline.host.run_lock import ever_begun
 from shardline.observability import log
 from shardline.roles import ROLES
 from shardline.rpc.names import is_literal, unknown_name
-from shardline_launchers.host_tasks import LIFE_FD as LIFE_HERE
-from shardline_launchers.host_tasks import serve
+from shardline_launchers.host_tasks import LIFE_FD as LIFE_HERE, serve
 from shardline_launchers.places import LAUNCHERS, PORT, Asked, ProcessPlace, find
 from shardline_launchers.ssh import RemoteTasks, host_name, spread
 

@@ -66,8 +66,6 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """The place of a process in a cluster."""
-
     task: str
     spec: ClusterSpec
     source: str

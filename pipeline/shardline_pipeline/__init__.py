@@ -1,7 +1,5 @@
 """Pipelines: models cut into stages, each computed by another worker; and layers that workers share."""
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

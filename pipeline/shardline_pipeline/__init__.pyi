@@ -1,33 +1,35 @@
 """See shardline_pipeline.jobs."""
 
-from .jobs import PIPELINES as PIPELINES
-from .jobs import DoubleBuffer as DoubleBuffer
-from .jobs import Flush as Flush
-from .jobs import FTPipe as FTPipe
-from .jobs import GPipe as GPipe
-from .jobs import NoStash as NoStash
-from .jobs import Pass as Pass
-from .jobs import Pipeline as Pipeline
-from .jobs import PipelineSchedule as PipelineSchedule
-from .jobs import StageLayout as StageLayout
-from .jobs import Stash as Stash
-from .jobs import VerticalSync as VerticalSync
-from .jobs import assigned as assigned
-from .jobs import bound as bound
-from .jobs import bubble as bubble
-from .jobs import by_replica as by_replica
-from .jobs import cells as cells
-from .jobs import check_hosts as check_hosts
-from .jobs import divided as divided
-from .jobs import layout_of as layout_of
-from .jobs import named as named
-from .jobs import neighbours as neighbours
-from .jobs import of as of
-from .jobs import planned as planned
-from .jobs import rank_of as rank_of
-from .jobs import ranks as ranks
-from .jobs import schedule_named as schedule_named
-from .jobs import share_of as share_of
-from .jobs import stages as stages
-from .jobs import unit_of as unit_of
-from .jobs import units as units
+from .jobs import (
+    PIPELINES as PIPELINES,
+    DoubleBuffer as DoubleBuffer,
+    Flush as Flush,
+    FTPipe as FTPipe,
+    GPipe as GPipe,
+    NoStash as NoStash,
+    Pass as Pass,
+    Pipeline as Pipeline,
+    PipelineSchedule as PipelineSchedule,
+    StageLayout as StageLayout,
+    Stash as Stash,
+    VerticalSync as VerticalSync,
+    assigned as assigned,
+    bound as bound,
+    bubble as bubble,
+    by_replica as by_replica,
+    cells as cells,
+    check_hosts as check_hosts,
+    divided as divided,
+    layout_of as layout_of,
+    named as named,
+    neighbours as neighbours,
+    of as of,
+    planned as planned,
+    rank_of as rank_of,
+    ranks as ranks,
+    schedule_named as schedule_named,
+    share_of as share_of,
+    stages as stages,
+    unit_of as unit_of,
+    units as units,
+)

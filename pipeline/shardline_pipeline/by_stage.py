@@ -150,11 +150,7 @@ class StageUpdates(ReplicaSteps):
         if block.first >= self.terms.contributors:
             return Decision(Outcome.REFUSED, f"block {block} is outside the job's {self.terms.contributors} replicas")
         found = admit_update(
-            step,
-            block,
-            counted=bucket.counted[block.first],
-            bucket_step=bucket.step,
-            stop_step=self.storage.stop_step,
+            step, block, counted=bucket.counted[block.first], bucket_step=bucket.step, stop_step=self.storage.stop_step
         )
         if found.outcome is Outcome.COUNTED:
             bucket.counted[block.first] = step

@@ -157,11 +157,7 @@ class DividedReplicas:
 
 
 def assign_teams(
-    previous: Mapping[int, str],
-    hosts: Mapping[str, str],
-    cells: int,
-    ranks: int,
-    homes: Mapping[int, str] = NOWHERE,
+    previous: Mapping[int, str], hosts: Mapping[str, str], cells: int, ranks: int, homes: Mapping[int, str] = NOWHERE
 ) -> dict[int, str]:
     """Worker by unit, where `ranks` workers of one host share each of the cells [0, cells); {} if no host has as many.
 

@@ -120,7 +120,6 @@ class Pipeline(nn.Sequential, StagedModel):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
         return len(self.cuts) + 1
 
     def span(self, stage: int) -> range:
@@ -128,7 +127,6 @@ class Pipeline(nn.Sequential, StagedModel):
         return range(ends[stage], ends[stage + 1])
 
     def stage_of(self, layer: int) -> int:
-        """The stage of a layer."""
         return sum(cut <= layer for cut in self.cuts)
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
@@ -139,11 +137,9 @@ class Pipeline(nn.Sequential, StagedModel):
         return values
 
     def end_of(self, stage: int) -> str:
-        """The layer that a stage ends with, for messages."""
         return self.name_of(self.span(stage)[-1])
 
     def stage_of_tensor(self, name: str) -> int:
-        """The stage that has a tensor of the state_dict."""
         return self.stage_of(int(name.partition(".")[0]))
 
     def name_of(self, layer: int) -> str:
@@ -151,7 +147,6 @@ class Pipeline(nn.Sequential, StagedModel):
         return f"layer {layer} ({type(self[layer]).__name__})"
 
     def where(self, stage: int) -> str:
-        """A stage for messages."""
         span = self.span(stage)
         return f"stage {stage}, {self.name_of(span[0])} to {self.name_of(span[-1])}"
 

@@ -17,15 +17,7 @@ from shardline.core.fixed import fixed
 from shardline.core.orders import PassReport
 from shardline.core.parcel import Parcel, ParcelKey, pack, unpack
 from shardline.core.spec import DTYPES
-from shardline.data import (
-    Batch,
-    BatchSource,
-    DataSource,
-    checked_loss,
-    derive,
-    seed_everything,
-    to_device,
-)
+from shardline.data import Batch, BatchSource, DataSource, checked_loss, derive, seed_everything, to_device
 from shardline.errors import JobError, JobExitError, ProtocolError, calling
 from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
 from shardline_pipeline.replica_tensors import Named, ReplicaTensors, Values

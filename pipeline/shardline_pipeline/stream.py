@@ -299,13 +299,7 @@ class StreamRunner:
         """Passes that may follow, at most one each way of a unit, if they go back, and their version, which is here."""
         for unit in self._units:
             follows = self._pipeline.follows(
-                unit,
-                self._crew(unit),
-                unit.stage,
-                self._layout,
-                step=self._step,
-                steps=self._steps,
-                first=self._first,
+                unit, self._crew(unit), unit.stage, self._layout, step=self._step, steps=self._steps, first=self._first
             )
             for back in follows:
                 step, microbatch = divmod(unit.backward if back else unit.forward, self._job.accumulate)

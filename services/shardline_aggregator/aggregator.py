@@ -167,12 +167,7 @@ class Aggregator:
         for place in view.placement:
             spec = view.plan.shards[place.shard]
             shard = relayed_shard(
-                place.shard,
-                view.plan,
-                job.replicas,
-                job.consistency.nan_policy,
-                self._publication(spec),
-                self._notify,
+                place.shard, view.plan, job.replicas, job.consistency.nan_policy, self._publication(spec), self._notify
             )
             shards[place.shard] = shard
             connect = functools.partial(self._connect, place.task, place.address, place.shard, spec)

@@ -31,12 +31,7 @@ from shardline.storage.publication import PlainPublication, Publication
 from shardline.storage.shard import Observers
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
-from shardline_ps.control.configuration import (
-    memory_plan,
-    memory_sentence,
-    planned_bytes,
-    staging_limit,
-)
+from shardline_ps.control.configuration import memory_plan, memory_sentence, planned_bytes, staging_limit
 from shardline_ps.memory.heap_trimmer import HeapTrimmer
 from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
 from shardline_ps.shard.shard import Shard, ShardSettings
@@ -223,11 +218,7 @@ class ParameterStore:
         return True
 
     def check(
-        self,
-        configuration: PsConfiguration,
-        *,
-        keep: Collection[int] = (),
-        keep_standbys: Collection[int] = (),
+        self, configuration: PsConfiguration, *, keep: Collection[int] = (), keep_standbys: Collection[int] = ()
     ) -> Reconfiguration | None:
         """The changes that a configuration would make; None if it is in force already (values are then kept).
 
@@ -405,12 +396,7 @@ class ParameterStore:
     def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
         spec = settings.plan.shards[number]
         publishing = consistency.of(settings.consistency).publishing
-        shard = Shard(
-            number,
-            settings,
-            publication=publishing.memory(self.make_publication, spec),
-            observers=observers,
-        )
+        shard = Shard(number, settings, publication=publishing.memory(self.make_publication, spec), observers=observers)
         shard.mode.members_changed(self.authority.members or ())
         return shard
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from shardline.cadence.base import (
-    Cadence,
-    Held,
-    InnerOptimizer,
-    LocalTraining,
-    Outgoing,
-    Rounds,
-    Sends,
-    Ticks,
-    Told,
-    fragmented,
+    Cadence as Cadence,
+    Held as Held,
+    InnerOptimizer as InnerOptimizer,
+    LocalTraining as LocalTraining,
+    Outgoing as Outgoing,
+    Rounds as Rounds,
+    Sends as Sends,
+    Ticks as Ticks,
+    Told as Told,
+    fragmented as fragmented,
 )
-from shardline.cadence.diloco import DiLoCo
-from shardline.cadence.easgd import EASGD
-from shardline.cadence.every_step import EveryStep
-from shardline.cadence.local_sgd import LocalSGD
-from shardline.cadence.post_local_sgd import PostLocalSGD
-from shardline.cadence.slowmo import SlowMo
-from shardline.cadence.streaming_diloco import StreamingDiLoCo
+from shardline.cadence.diloco import DiLoCo as DiLoCo
+from shardline.cadence.easgd import EASGD as EASGD
+from shardline.cadence.every_step import EveryStep as EveryStep
+from shardline.cadence.local_sgd import LocalSGD as LocalSGD
+from shardline.cadence.post_local_sgd import PostLocalSGD as PostLocalSGD
+from shardline.cadence.slowmo import SlowMo as SlowMo
+from shardline.cadence.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from shardline.core.spec import JobSpec
 from shardline.seams import Table
 
@@ -30,26 +30,3 @@ CADENCES: Table[Cadence] = Table("cadence", EveryStep, LocalSGD, PostLocalSGD, E
 def of(job: JobSpec) -> Cadence:
     """The cadence that a job names. Raises JobError for an unknown one."""
     return CADENCES.parse(job.cadence)
-
-
-__all__ = [
-    "CADENCES",
-    "EASGD",
-    "Cadence",
-    "DiLoCo",
-    "EveryStep",
-    "Held",
-    "InnerOptimizer",
-    "LocalSGD",
-    "LocalTraining",
-    "Outgoing",
-    "PostLocalSGD",
-    "Rounds",
-    "Sends",
-    "SlowMo",
-    "StreamingDiLoCo",
-    "Ticks",
-    "Told",
-    "fragmented",
-    "of",
-]

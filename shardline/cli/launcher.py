@@ -30,8 +30,14 @@ from typing import Any
 
 from shardline import methods
 from shardline.cli import prints
-from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
-from shardline.cli.process_exits import Ended, TaskExits, describe_code, lacking, last_words
+from shardline.cli.process_exits import (
+    MAX_RESTARTS as MAX_RESTARTS,
+    Ended,
+    TaskExits,
+    describe_code,
+    lacking,
+    last_words,
+)
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_address, parse_task
 from shardline.config import check_out, check_standbys

@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import (
-    TaskPlace,
-    check_chief_port,
-    locate,
-    own_address,
-    parse_address,
-    read_spec,
-    wants_place,
-)
+from shardline.cluster import TaskPlace, check_chief_port, locate, own_address, parse_address, read_spec, wants_place
 from shardline.config import TRACKERS, RoleConfig, profiled_steps
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
@@ -59,13 +51,10 @@ def variable(name: str) -> str:
     return f"SHARDLINE_{name.partition('/')[0].lstrip('-').upper().replace('-', '_')}"
 
 
-def _is_switch(name: str, settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("is_flag")) or "/" in name
-
-
 def option(name: str, *declarations: str, **settings: Any) -> Callable[[F], F]:
     """A click option that SHARDLINE_<NAME> sets as well."""
-    settings.setdefault("show_default", settings.get("default") is not None and not _is_switch(name, settings))
+    is_switch = settings.get("is_flag") or "/" in name
+    settings.setdefault("show_default", settings.get("default") is not None and not is_switch)
     return click.option(name, *declarations, envvar=variable(name), show_envvar=True, **settings)
 
 
@@ -153,10 +142,6 @@ def read_settings(context: click.Context, _parameter: click.Parameter, path: Pat
         # A flag that is hidden is for another role.
         own = {option.name for option in context.command.params if not getattr(option, "hidden", False)}
         context.default_map = {name: value for name, value in found.items() if name in own and value is not None}
-
-
-def check_lane(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    return check_choice(value)
 
 
 plugin = click.option(
@@ -295,7 +280,7 @@ lanes = together(
         "--lane",
         metavar=f"[{'|'.join(CHOICES)}]",
         default=AUTO,
-        callback=check_lane,
+        callback=lambda _context, _parameter, value: check_choice(value),
         help="How tensors are transferred; auto picks the best lane available.",
     ),
     option(

@@ -116,13 +116,7 @@ class TaskExits:
 
 
 def lacking(
-    tasks: tuple[str, ...],
-    gone: Mapping[str, int],
-    *,
-    chief_trains: bool,
-    min_workers: int,
-    script: bool,
-    begun: bool,
+    tasks: tuple[str, ...], gone: Mapping[str, int], *, chief_trains: bool, min_workers: int, script: bool, begun: bool
 ) -> str:
     """Why the job can't continue, as a phrase; empty if it can.
 

@@ -95,12 +95,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.tasks
 @options.job_fields
 @options.plugin
-@options.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Default: runs/JOB-DATE-TIME.",
-)
+@options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
     "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the summary of the run (JSON) here."
@@ -390,7 +385,7 @@ class LaunchedRun:
                 code = self._finish(code, summary)
         if self._signal is not None:
             return 128 + self._signal
-        return _exit_code(code if code is not None else 1)
+        return 1 if code is None else 128 - code if code < 0 else code
 
     def _loop(self, display: Display) -> int | None:
         """Wait for the chief's end; returns its code, or None if the user, a deadline or lack of workers ended it."""
@@ -574,10 +569,6 @@ def started(tasks: Sequence[str]) -> str:
     """Number of processes by role, such as "1 chief, 2 ps, 2 workers"."""
     counts = Counter(task.partition("/")[0] for task in tasks)
     return ", ".join(f"{count} {role}{'s' if count > 1 and role != 'ps' else ''}" for role, count in counts.items())
-
-
-def _exit_code(code: int) -> int:
-    return 128 - code if code < 0 else code
 
 
 def _show_failure(cluster: LocalCluster, words: str, code: int, *, logs: Sequence[str] = ()) -> None:

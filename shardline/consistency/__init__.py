@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import functools
 
-from shardline.consistency.asynchronous import Asynchronous
-from shardline.consistency.base import Clock, Consistency, Gives
-from shardline.consistency.eager import Eager, Voted
-from shardline.consistency.softsync import SoftSync
-from shardline.consistency.ssp import SSP
-from shardline.consistency.voted import VotedSteps, choices, votes
+from shardline.consistency.asynchronous import Asynchronous as Asynchronous
+from shardline.consistency.base import Clock as Clock, Consistency as Consistency, Gives as Gives
+from shardline.consistency.eager import Eager as Eager, Voted
+from shardline.consistency.softsync import SoftSync as SoftSync
+from shardline.consistency.ssp import SSP as SSP
+from shardline.consistency.voted import VotedSteps as VotedSteps, choices as choices, votes as votes
 from shardline.core.spec import ConsistencySpec
 from shardline.errors import JobError
 from shardline.seams import Table
-
-__all__ = [
-    "CONSISTENCIES",
-    "RESIDENTS",
-    "SSP",
-    "Async",
-    "Asynchronous",
-    "Clock",
-    "Consistency",
-    "Eager",
-    "Gives",
-    "SoftSync",
-    "Sync",
-    "VotedSteps",
-    "choices",
-    "named",
-    "of",
-    "votes",
-]
 
 Sync, Async = Eager, Asynchronous
 """By the names that jobs use."""

@@ -53,8 +53,7 @@ class Tcp(LaneKind):
         """The server's half, on an additional port of the same interface; None where there is no native engine."""
         from shardline.cluster import parse_address
         from shardline.lanes.tcp.server import TcpOffer
-        from shardline.native import engine
-        from shardline.native import tls as native_tls
+        from shardline.native import engine, tls as native_tls
 
         config = side.config
         host, _ = parse_address(config.cluster.address(config.task))

@@ -95,9 +95,7 @@ class Loader:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock = kept_from_children(ours)
         self._process = multiprocessing.get_context("fork").Process(
-            target=_be_a_loader,
-            args=(number, theirs, source, newest, os.getpid()),
-            daemon=True,
+            target=_be_a_loader, args=(number, theirs, source, newest, os.getpid()), daemon=True
         )
         # Until the loader leaves them to its worker, see _be_a_loader().
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKER)

@@ -14,8 +14,9 @@ import bisect
 import collections
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -67,274 +68,215 @@ class MetricSpec:
     """Label values that exist from the start, at 0, so that the first count shows as a rise; for a single label."""
 
 
-def _counter(
-    name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str, known: tuple[str, ...] = ()
-) -> MetricSpec:
-    return MetricSpec(name, "counter", unit, tuple(roles), tuple(labels), text, known=known)
+def _row(kind: str, name: str, roles: str, labels: str, text: str, unit: str = "", **more: Any) -> MetricSpec:
+    """roles, labels: names with spaces between. unit: the last word of the name if left out."""
+    unit = unit or name.removesuffix("_total").rpartition("_")[2]
+    return MetricSpec(name, kind, unit, tuple(roles.split()), tuple(labels.split()), text, **more)
 
 
-def _gauge(name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str) -> MetricSpec:
-    return MetricSpec(name, "gauge", unit, tuple(roles), tuple(labels), text)
+_counter, _gauge = partial(_row, "counter"), partial(_row, "gauge")
+_histogram = partial(_row, "histogram", buckets=SECONDS)
 
-
-def _histogram(
-    name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str, buckets: tuple[float, ...] = SECONDS
-) -> MetricSpec:
-    return MetricSpec(name, "histogram", unit, tuple(roles), tuple(labels), text, buckets)
-
-
-_WIRE = ("peer", "codec", "lane")
-_DATA = ("ps", "worker")
-_MOVES = (*_DATA, "aggregator")
+_WIRE, _DATA, _MOVES = "peer codec lane", "ps worker", "ps worker aggregator"
 
 TABLE: tuple[MetricSpec, ...] = (
-    _counter("shardline_push_raw_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as held in memory"),
-    _counter("shardline_push_wire_bytes_total", "bytes", _MOVES, _WIRE, "Gradients pushed, as sent after the codec"),
-    _counter("shardline_pull_raw_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as held in memory"),
-    _counter("shardline_pull_wire_bytes_total", "bytes", _MOVES, _WIRE, "Parameters pulled, as sent after the codec"),
+    _counter("shardline_push_raw_bytes_total", _DATA, _WIRE, "Gradients pushed, as held in memory"),
+    _counter("shardline_push_wire_bytes_total", _MOVES, _WIRE, "Gradients pushed, as sent after the codec"),
+    _counter("shardline_pull_raw_bytes_total", _DATA, _WIRE, "Parameters pulled, as held in memory"),
+    _counter("shardline_pull_wire_bytes_total", _MOVES, _WIRE, "Parameters pulled, as sent after the codec"),
     _gauge(
         "shardline_codec_error_ratio",
-        "ratio",
         _DATA,
-        ["codec", "way"],
+        "codec way",
         "L2 norm of what the codec didn't send, over that of what was to be sent; in every 50th step",
     ),
     _gauge(
         "shardline_codec_memory_norm",
-        "norm",
-        ["worker"],
-        ["codec"],
+        "worker",
+        "codec",
         "L2 norm of what the codec of gradients owes, to be sent later; in every 50th step",
     ),
     _gauge(
         "shardline_codec_chosen",
-        "flag",
-        ["chief"],
-        ["up", "down"],
+        "chief",
+        "up down",
         "1 for the job's codecs of gradients and parameters, 0 for earlier ones; codec auto changes them",
+        unit="flag",
     ),
     _histogram(
         "shardline_push_seconds",
-        "seconds",
         _DATA,
-        ["peer"],
+        "peer",
         "One push of a shard. ps: first byte to last reply. worker: from the end of backward to the last reply",
     ),
     _histogram(
         "shardline_pull_seconds",
-        "seconds",
         _DATA,
-        ["peer"],
+        "peer",
         "One pull of a shard. ps: request to last byte. worker: time after push and barrier wait",
     ),
-    _counter("shardline_pushes_total", "pushes", _DATA, ["peer", "outcome"], "Pushes by outcome"),
+    _counter("shardline_pushes_total", _DATA, "peer outcome", "Pushes by outcome"),
     _histogram(
         "shardline_staleness_updates",
-        "updates",
         _DATA,
-        ["shard"],
+        "shard",
         "Shard version when a push was applied, minus the version its gradient was computed from",
-        UPDATES,
+        buckets=UPDATES,
     ),
     _histogram(
         "shardline_barrier_wait_seconds",
-        "seconds",
         _DATA,
-        ["shard"],
+        "shard",
         "ps: from the first to the last contribution to a step. worker: from its push to the first byte of the pull",
     ),
-    _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Applying the update rule to one bucket"),
-    _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
-    _gauge("shardline_shard_step", "steps", ["ps"], ["shard"], "Lowest step among a shard's buckets"),
-    _gauge("shardline_table_rows", "rows", ["ps"], ["shard", "table"], "Rows of an embedding table in a shard"),
-    _gauge("shardline_ps_standby_synced", "0 or 1", ["ps"], ["shard"], "Whether the standby on this ps can take over"),
-    _gauge("shardline_ps_standby_bytes", "bytes", ["ps"], ["shard"], "Memory of the standby on this ps"),
+    _histogram("shardline_apply_seconds", "ps", "shard", "Applying the update rule to one bucket"),
+    _gauge("shardline_shard_version", "ps", "shard", "Optimizer applications of a shard", unit="updates"),
+    _gauge("shardline_shard_step", "ps", "shard", "Lowest step among a shard's buckets", unit="steps"),
+    _gauge("shardline_table_rows", "ps", "shard table", "Rows of an embedding table in a shard"),
+    _gauge("shardline_ps_standby_synced", "ps", "shard", "Whether the standby on this ps can take over", unit="0 or 1"),
+    _gauge("shardline_ps_standby_bytes", "ps", "shard", "Memory of the standby on this ps"),
     _gauge(
         "shardline_ps_standby_lag_records",
-        "records",
-        ["ps"],
-        ["shard"],
+        "ps",
+        "shard",
         "Records of this shard that its standby has not acknowledged yet",
     ),
-    _gauge(
-        "shardline_held_bytes",
-        "bytes",
-        ["ps"],
-        ["kind"],
-        "Memory used by parameters, optimizer state, staging and cuts",
-    ),
-    _gauge(
-        "shardline_staging_bytes", "bytes", ["ps"], [], "Staging memory used by incoming contributions and partial sums"
-    ),
-    _gauge(
-        "shardline_staging_limit_bytes",
-        "bytes",
-        ["ps"],
-        [],
-        "Limit for staging memory; one bucket per stream may exceed it",
-    ),
-    _histogram(
-        "shardline_staging_wait_seconds", "seconds", ["ps"], [], "Time that contributions waited for room in staging"
-    ),
-    _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
+    _gauge("shardline_held_bytes", "ps", "kind", "Memory used by parameters, optimizer state, staging and cuts"),
+    _gauge("shardline_staging_bytes", "ps", "", "Staging memory used by incoming contributions and partial sums"),
+    _gauge("shardline_staging_limit_bytes", "ps", "", "Limit for staging memory; one bucket per stream may exceed it"),
+    _histogram("shardline_staging_wait_seconds", "ps", "", "Time that contributions waited for room in staging"),
+    _gauge("shardline_lane_attachments", _DATA, "lane", "Bulk sockets and shared segments in use"),
     _counter(
-        "shardline_lane_fallbacks_total",
-        "fallbacks",
-        _DATA,
-        ["lane"],
-        "Times that a lane was replaced by another",
-        OPENED,
+        "shardline_lane_fallbacks_total", _DATA, "lane", "Times that a lane was replaced by another", known=OPENED
     ),
     _gauge(
         "shardline_link_bytes_per_second",
-        "bytes/s",
         _DATA,
-        [],
+        "",
         "Line rate in each direction of the interface with this task's address, if known",
+        unit="bytes/s",
     ),
-    _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with different bits"),
-    _counter(
-        "shardline_refused_messages_total",
-        "messages",
-        ["ps", "chief", "worker"],
-        ["method"],
-        "Invalid messages refused",
-    ),
-    _counter(
-        "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
-    ),
-    _gauge("shardline_step", "steps", [], [], "Current step of this task"),
+    _counter("shardline_duplicate_mismatches_total", "ps", "", "Repeated pushes with different bits", unit="pushes"),
+    _counter("shardline_refused_messages_total", "ps chief worker", "method", "Invalid messages refused"),
+    _counter("shardline_fenced_messages_total", "ps chief worker", "peer", "Messages of replaced tasks"),
+    _gauge("shardline_step", "", "", "Current step of this task", unit="steps"),
     _gauge(
         "shardline_gpu_used_bytes",
-        "bytes",
-        [],
-        [],
+        "",
+        "",
         "Memory in use on this task's GPU, by all processes; absent without a GPU or without nvidia-ml-py",
     ),
     _gauge(
         "shardline_gpu_busy_ratio",
-        "ratio",
-        [],
-        [],
+        "",
+        "",
         "Share of the last moments in which this task's GPU computed, for any process; absent likewise",
     ),
     _gauge(
         "shardline_certificate_expires_seconds",
-        "seconds",
-        [],
-        [],
+        "",
+        "",
         "Unix time at which the certificate in use ends; absent without TLS",
     ),
-    _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step: data, compute and exchange"),
-    _histogram("shardline_data_seconds", "seconds", ["worker"], [], "Part of a step spent waiting for batches"),
-    _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
-    _histogram("shardline_exchange_seconds", "seconds", ["worker"], [], "Part of a step spent on push and pull"),
-    _counter("shardline_examples_total", "examples", ["worker", "chief"], [], "Training samples done"),
-    _gauge("shardline_drift", "norm", ["worker"], [], "L2 norm of how far a replica moved in its last local training"),
+    _histogram("shardline_step_seconds", "worker chief", "", "One step: data, compute and exchange"),
+    _histogram("shardline_data_seconds", "worker", "", "Part of a step spent waiting for batches"),
+    _histogram("shardline_compute_seconds", "worker", "", "Forward and backward pass of one step"),
+    _histogram("shardline_exchange_seconds", "worker", "", "Part of a step spent on push and pull"),
+    _counter("shardline_examples_total", "worker chief", "", "Training samples done"),
+    _gauge(
+        "shardline_drift", "worker", "", "L2 norm of how far a replica moved in its last local training", unit="norm"
+    ),
     _histogram(
         "shardline_gap",
-        "rms",
-        ["worker"],
-        [],
+        "worker",
+        "",
         "RMS distance of the parameters before and after a push, every 20th; not where workers have common steps",
-        DISTANCES,
+        buckets=DISTANCES,
+        unit="rms",
     ),
-    _gauge("shardline_clock_pushes", "pushes", ["worker"], [], "Clock of a worker that may be held back (mode ssp)"),
+    _gauge("shardline_clock_pushes", "worker", "", "Clock of a worker that may be held back (mode ssp)"),
     _counter(
         "shardline_parcel_raw_bytes_total",
-        "bytes",
-        ["worker"],
+        "worker",
         _WIRE,
         "Activations and their gradients sent to the stages of other workers, as held in memory",
     ),
-    _counter("shardline_parcel_wire_bytes_total", "bytes", ["worker"], _WIRE, "The same, as sent after the codec"),
+    _counter("shardline_parcel_wire_bytes_total", "worker", _WIRE, "The same, as sent after the codec"),
     _counter(
         "shardline_parcel_wait_seconds_total",
-        "seconds",
-        ["worker"],
-        [],
+        "worker",
+        "",
         "Time in which the stages of this worker had nothing to compute with",
     ),
     _gauge(
         "shardline_stage_staleness_steps",
-        "steps",
-        ["worker"],
-        ["stage"],
+        "worker",
+        "stage",
         "Updates that a stage's parameters had missed at most in its last step, in a pipeline without a flush",
     ),
     _gauge(
         "shardline_pipeline_bubble_ratio",
-        "ratio",
-        ["chief"],
-        ["stage"],
+        "chief",
+        "stage",
         "Share of the time from a step's first pass in any stage to its last in which a stage computed nothing",
     ),
-    _gauge("shardline_stage_pass_seconds", "seconds", ["chief"], ["stage", "way"], "Mean pass of one microbatch"),
+    _gauge("shardline_stage_pass_seconds", "chief", "stage way", "Mean pass of one microbatch"),
     _gauge(
         "shardline_stage_held_microbatches",
-        "microbatches",
-        ["chief"],
-        ["stage"],
+        "chief",
+        "stage",
         "Most microbatches of a replica whose activations a stage held in its recent steps",
     ),
-    _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
+    _gauge("shardline_loss", "worker chief", "", "Training loss of the last step"),
     _counter(
         "shardline_nonfinite_total",
-        "values",
         _DATA,
-        ["what"],
+        "what",
         "NaN or infinity found, by loss or tensor name; on a ps, in a gradient",
-        ("loss", "gradient"),
+        known=("loss", "gradient"),
+        unit="values",
     ),
     _counter(
         "shardline_contributions_total",
-        "gradients",
-        ["chief"],
-        ["peer", "outcome"],
+        "chief",
+        "peer outcome",
         "With spares: gradients of a worker's replicas that were used in a step, or dropped since they came too late",
+        unit="gradients",
     ),
-    _counter("shardline_skipped_steps_total", "steps", ["ps", "chief"], [], "Steps that advanced without an update"),
-    _histogram("shardline_checkpoint_seconds", "seconds", ["chief"], [], "Writing one checkpoint", LONG_SECONDS),
-    _gauge("shardline_checkpoint_bytes", "bytes", ["chief"], [], "Size of the last checkpoint"),
-    _gauge("shardline_checkpoint_step", "steps", ["chief"], [], "Step of the last checkpoint"),
+    _counter("shardline_skipped_steps_total", "ps chief", "", "Steps that advanced without an update"),
+    _histogram("shardline_checkpoint_seconds", "chief", "", "Writing one checkpoint", buckets=LONG_SECONDS),
+    _gauge("shardline_checkpoint_bytes", "chief", "", "Size of the last checkpoint"),
+    _gauge("shardline_checkpoint_step", "chief", "", "Step of the last checkpoint", unit="steps"),
     _gauge(
         "shardline_checkpoint_timestamp_seconds",
-        "seconds",
-        ["chief"],
-        [],
+        "chief",
+        "",
         "Unix time of the last checkpoint, or of the chief's start if there is none",
     ),
     _gauge(
         "shardline_checkpoint_interval_steps",
-        "steps",
-        ["chief"],
-        [],
+        "chief",
+        "",
         "Smallest interval between checkpoints, in steps, that writing keeps up with; absent until measured",
     ),
     _counter(
-        "shardline_checkpoints_total",
-        "checkpoints",
-        ["chief"],
-        ["outcome"],
-        "Checkpoints written and failed",
-        ("written", "failed"),
+        "shardline_checkpoints_total", "chief", "outcome", "Checkpoints written and failed", known=("written", "failed")
     ),
     _counter(
-        "shardline_cuts_skipped_total", "cuts", ["ps"], [], "Cuts skipped because earlier ones were not saved yet"
+        "shardline_cuts_skipped_total", "ps", "", "Cuts skipped because earlier ones were not saved yet", unit="cuts"
     ),
-    _gauge("shardline_tasks", "tasks", ["chief"], ["role", "state"], "Tasks by role and state"),
-    _gauge("shardline_evaluation_metric", "any", ["evaluator", "chief"], ["metric"], "Last evaluation, by metric"),
-    _histogram("shardline_evaluation_seconds", "seconds", ["evaluator"], [], "Scoring one checkpoint", LONG_SECONDS),
+    _gauge("shardline_tasks", "chief", "role state", "Tasks by role and state"),
+    _gauge("shardline_evaluation_metric", "evaluator chief", "metric", "Last evaluation, by metric", unit="any"),
+    _histogram("shardline_evaluation_seconds", "evaluator", "", "Scoring one checkpoint", buckets=LONG_SECONDS),
     _counter(
         "shardline_evaluations_total",
-        "evaluations",
-        ["evaluator"],
-        ["outcome"],
+        "evaluator",
+        "outcome",
         "Checkpoints scored and failed",
-        ("scored", "failed"),
+        known=("scored", "failed"),
     ),
-    _counter("shardline_heartbeats_total", "heartbeats", [], ["peer"], "Heartbeats sent; on the chief, received"),
-    _counter("shardline_rpc_retries_total", "calls", [], ["peer"], "Calls retried after a failure"),
+    _counter("shardline_heartbeats_total", "", "peer", "Heartbeats sent; on the chief, received"),
+    _counter("shardline_rpc_retries_total", "", "peer", "Calls retried after a failure", unit="calls"),
 )
 
 BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in TABLE}

@@ -35,8 +35,6 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class PageAnswer(enum.Enum):
-    """The kinds of answer."""
-
     PAGE = "200 OK"
     NEEDS_TOKEN = "401 Unauthorized"
     WRONG_HOST = "421 Misdirected Request"

@@ -79,7 +79,7 @@ def topology_view(tasks: Sequence[TaskStatus]) -> TopologyView | None:
     for task in talking:
         roles[host[task]].add(_role(task))
     kind = {task: ", ".join(sorted(roles[host[task]])) for task in talking}
-    for box, node_of in ((host, _itself), (host, _role), (kind, _role)):
+    for box, node_of in ((host, str), (host, _role), (kind, _role)):
         found: dict[tuple[str, str], list[str]] = defaultdict(list)
         for task in talking:
             found[box[task], node_of(task)].append(task)
@@ -103,10 +103,6 @@ def topology_view(tasks: Sequence[TaskStatus]) -> TopologyView | None:
             )
         )
     return TopologyView(machines=tuple(machines), edges=edges, marked=words)
-
-
-def _itself(task: str) -> str:
-    return task
 
 
 def _role(task: str) -> str:

@@ -36,13 +36,7 @@ from shardline.rpc.messages.convert import (
 )
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import ps_status_from_proto
-from shardline.rpc.v1 import (
-    access_pb2_grpc,
-    chief_pb2,
-    common_pb2,
-    parameter_server_pb2,
-    parameter_server_pb2_grpc,
-)
+from shardline.rpc.v1 import access_pb2_grpc, chief_pb2, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
 
@@ -53,14 +47,7 @@ class PsControl:
     """Commands of the chief to one ps; every call has a deadline and is safe to repeat."""
 
     def __init__(
-        self,
-        task: str,
-        address: str,
-        timeouts: Timeouts,
-        *,
-        term: int,
-        chief_uuid: str,
-        security: Security = PLAIN,
+        self, task: str, address: str, timeouts: Timeouts, *, term: int, chief_uuid: str, security: Security = PLAIN
     ) -> None:
         self.peer = Peer(task, address, timeouts, security)
         self._stub = parameter_server_pb2_grpc.ParameterServerStub(self.peer.channel)

@@ -8,15 +8,7 @@ import threading
 
 import grpc
 
-from shardline.cluster import (
-    MAX_TASKS,
-    TaskPlace,
-    check_chief_port,
-    own_address,
-    parse_task,
-    read_spec,
-    wants_place,
-)
+from shardline.cluster import MAX_TASKS, TaskPlace, check_chief_port, own_address, parse_task, read_spec, wants_place
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError

@@ -221,8 +221,7 @@ class RpcServer:
         access_pb2_grpc.add_AccessServicer_to_server(AccessServicer(self._access), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
-            (*self._names, ACCESS, health.SERVICE_NAME, reflection.SERVICE_NAME),
-            server,
+            (*self._names, ACCESS, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         host, _, port = self._requested.rpartition(":")
         listen = self._requested if self._bind is None else format_address(self._bind, int(port))

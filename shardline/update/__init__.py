@@ -10,8 +10,23 @@ from shardline.core.plan import BucketSpec
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.seams import Table
 from shardline.update import arguments
-from shardline.update.arguments import ALLOWED, REFUSED, fixed_settings, hyper_numbers, is_own, rule
-from shardline.update.base import BucketRule, Need, Site, UpdateRule, Weighing, parse_state_key, state_key
+from shardline.update.arguments import (
+    ALLOWED as ALLOWED,
+    REFUSED as REFUSED,
+    fixed_settings as fixed_settings,
+    hyper_numbers as hyper_numbers,
+    is_own as is_own,
+    rule as rule,
+)
+from shardline.update.base import (
+    BucketRule as BucketRule,
+    Need as Need,
+    Site as Site,
+    UpdateRule as UpdateRule,
+    Weighing,
+    parse_state_key as parse_state_key,
+    state_key as state_key,
+)
 from shardline.update.dana import DANA
 from shardline.update.dc_asgd import DCASGD
 from shardline.update.gap_aware import GapAware
@@ -22,34 +37,7 @@ from shardline.update.onebit_adam import OneBitAdamRule
 from shardline.update.own import Own, own_rule
 from shardline.update.smega2 import SMEGA2
 from shardline.update.staleness_aware import StalenessAware
-from shardline.update.torch_optim.rule import Torch
-
-__all__ = [
-    "ALLOWED",
-    "BROUGHT",
-    "REFUSED",
-    "RULES",
-    "BucketRule",
-    "Need",
-    "Site",
-    "Torch",
-    "UpdateRule",
-    "bucket_rule",
-    "check_rule",
-    "check_tensors",
-    "chosen",
-    "completed",
-    "fixed_settings",
-    "hyper_numbers",
-    "is_own",
-    "parse_state_key",
-    "rule",
-    "rule_from_optimizer",
-    "runs_on_workers",
-    "state_key",
-    "wants_whole",
-    "weights",
-]
+from shardline.update.torch_optim.rule import Torch as Torch
 
 RULES: Table[UpdateRule] = Table("rule", Torch, StalenessAware, GapAware, DCASGD, NAGASGD, MultiASGD, LWP, DANA, SMEGA2)
 """The choices for a job's `rule` and --rule."""

@@ -77,8 +77,6 @@ class DCASGD(WrappingRule):
 
 
 class DCASGDBucket(RemembersPulls, WrappingBucketRule):
-    """The compensation of one bucket."""
-
     def __init__(self, rule: DCASGD, site: Site) -> None:
         super().__init__(rule, site)
         self._adaptive = rule.kind == "a"

@@ -91,8 +91,6 @@ class GapAware(WrappingRule):
 
 
 class GapAwareBucket(RemembersPulls, WrappingBucketRule):
-    """The gaps of one bucket."""
-
     def __init__(self, rule: GapAware, site: Site) -> None:
         super().__init__(rule, site)
         self._decay = rule.decay

@@ -49,8 +49,6 @@ class LWP(MomentumRule):
 
 
 class LWPBucket(LookAheadBucketRule):
-    """The momentum of one bucket."""
-
     def __init__(self, rule: LWP, site: Site, lag: int) -> None:
         super().__init__(rule, site)
         self._lag = lag

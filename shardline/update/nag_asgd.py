@@ -38,8 +38,6 @@ class NAGASGD(MomentumRule):
 
 
 class NAGASGDBucket(LookAheadBucketRule):
-    """The momentum of one bucket."""
-
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
         self.step(run, run.gradient, arguments)
 

@@ -45,8 +45,6 @@ class StalenessAware(WrappingRule):
 
 
 class StalenessAwareBucket(TorchBucketRule):
-    """The optimizer of one bucket."""
-
     def carry_out(self, update: Update) -> None:
         rate = update.arguments["lr"] / max(1, update.context.staleness)
         super().carry_out(replace(update, arguments={**update.arguments, "lr": rate}))

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.codecs import CODECS, coding_of, keep_whole, of
 from shardline.codecs.base import PLAIN_TURN, Codec, Direction, Memory, MemoryKey, Turn

@@ -20,8 +20,7 @@ from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline_chief.io.control import Control
-from shardline_chief.io.servicer import ChiefServicer
-from shardline_chief.io.servicer import register as register_chief
+from shardline_chief.io.servicer import ChiefServicer, register as register_chief
 from shardline_ps.servicer import register
 from tests.support.cluster import Ps
 from tests.support.plain_client import DEADLINE_S, TIMELINE, PlainClient

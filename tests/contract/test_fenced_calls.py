@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
-from shardline.server import conversation as push_pull_servicer
-from shardline.server import data_plane
+from shardline.server import conversation as push_pull_servicer, data_plane
 from shardline.server.pull_sender import New
 from tests.support.cluster import Ps
 from tests.support.plain_client import DEADLINE_S, FIRST_W, PlainClient

@@ -17,8 +17,7 @@ from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.tcp import client as tcp
-from shardline.lanes.tcp import frames as bulk
+from shardline.lanes.tcp import client as tcp, frames as bulk
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.native.engine import available
 from shardline.rpc.messages.data import Attached, referred_requests

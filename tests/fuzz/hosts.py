@@ -35,10 +35,10 @@ from shardline.rpc.v1 import (
     common_pb2,
     data_pb2,
     parameter_server_pb2,
+    parameter_server_pb2_grpc as ps_grpc,
     places_pb2,
     plan_pb2,
 )
-from shardline.rpc.v1 import parameter_server_pb2_grpc as ps_grpc
 from shardline_chief import service
 from shardline_chief.io.journal import Journal
 from shardline_ps.service import PsProcess

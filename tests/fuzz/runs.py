@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
 from tests.fuzz import loading, payloads, resources
 from tests.fuzz.calls import HOSTS, Caller, draw_case

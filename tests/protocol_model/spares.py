@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from shardline.consistency import choosing
-from shardline.consistency import spares as rules
+from shardline.consistency import choosing, spares as rules
 from shardline.core.choices import members
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block, tree_sum

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from shardline.checkpoint import CheckpointContents, CheckpointStore
-from shardline.checkpoint import manifest as manifests
+from shardline.checkpoint import CheckpointContents, CheckpointStore, manifest as manifests
 from shardline.checkpoint.files import Files
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan, make_plan

@@ -17,8 +17,7 @@ import pytest
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, AwakeWatch, awake_s
-from shardline.rpc import channel, client
-from shardline.rpc import link as link_module
+from shardline.rpc import channel, client, link as link_module
 from shardline.rpc.channel import Peer
 from shardline.rpc.client import PsControl
 from shardline.rpc.joining import Applicant

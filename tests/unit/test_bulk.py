@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import token_acceptor
 from shardline.lanes.attachments import Holder, Opening
 from shardline.lanes.socket_thread import shut
-from shardline.lanes.tcp import frames as bulk
-from shardline.lanes.tcp import server as bulk_server
+from shardline.lanes.tcp import frames as bulk, server as bulk_server
 from shardline.lanes.tcp.server import TcpAttachment, TcpOffer
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token

@@ -15,8 +15,7 @@ from types import FunctionType
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import call_server

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import MANIFEST, step_folder

@@ -16,10 +16,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from shardline import errors, methods, plugins
-from shardline import roles as roles_table
-from shardline.cli import main as command_line
-from shardline.cli import options, progress, roles
+from shardline import errors, methods, plugins, roles as roles_table
+from shardline.cli import main as command_line, options, progress, roles
 from shardline.cli.launcher import LaunchOptions
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole

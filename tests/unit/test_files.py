@@ -18,8 +18,7 @@ import torch
 from click.testing import CliRunner
 
 from shardline.certs import make_certificates
-from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.checkpoint import manifest as manifests
+from shardline.checkpoint import Checkpoint, CheckpointStore, manifest as manifests
 from shardline.checkpoint.export import export
 from shardline.checkpoint.manifest import FileEntry, shard_file
 from shardline.cli.main import cli

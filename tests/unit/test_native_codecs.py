@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, MemoryKey, Turn

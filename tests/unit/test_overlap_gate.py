@@ -25,8 +25,7 @@ from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.shard_exchange import Restart
 from shardline.client.layout import homes, keys_of
 from shardline.client.overlap.gate import Gate, Reach, StepAgain, tables_of
-from shardline.client.step.early_push import Expected as Expectation
-from shardline.client.step.early_push import GradientHooks, once_each, why_not_early
+from shardline.client.step.early_push import Expected as Expectation, GradientHooks, once_each, why_not_early
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors, named_values

@@ -6,8 +6,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.server.pace import AHEAD, PATIENCE_S, Pace, Race, Runner
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.core.orders import PassReport
 from shardline_pipeline import bubble, schedule_named

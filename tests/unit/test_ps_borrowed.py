@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardline.consistency.server import NumberedPush
 from shardline.core.contributions import Contributions, Partial, mean, scaled

@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.core.contributions import Contributions, Partial, merge, none_present
 from shardline.core.plan import BucketSpec, Slice

@@ -7,8 +7,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline_ps.control.voting import Ballot, VoteLead, decide
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardline.core.plan import Plan, Slice, make_plan, num_quanta, quantum_rows
 from shardline.core.reduce import (

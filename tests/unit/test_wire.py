@@ -6,8 +6,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardline.core.spec import DTYPES, itemsize
 from shardline.core.tensor_bytes import (

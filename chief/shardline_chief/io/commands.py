@@ -38,13 +38,7 @@ class Commander:
     """Sends the chief's commands to the servers. Their order matters (F4), so one thread sends them one by one."""
 
     def __init__(
-        self,
-        timeouts: Timeouts,
-        *,
-        term: int,
-        chief_uuid: str,
-        resume: Checkpoint | None,
-        security: Security = PLAIN,
+        self, timeouts: Timeouts, *, term: int, chief_uuid: str, resume: Checkpoint | None, security: Security = PLAIN
     ) -> None:
         """resume: checkpoint that Restore fills shards from; may be replaced while no command is running."""
         self._timeouts = timeouts

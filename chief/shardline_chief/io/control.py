@@ -41,10 +41,7 @@ from shardline_chief.io.reporter import Reporter, for_people
 from shardline_chief.io.streams import Channel, Streams
 from shardline_chief.io.summary import SummaryFile, overview
 from shardline_chief.io.telemetry import Telemetry
-from shardline_chief.rules.actions import (
-    Finish,
-    JournalLine,
-)
+from shardline_chief.rules.actions import Finish, JournalLine
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
 

@@ -27,8 +27,7 @@ from shardline.core.status import MEASURED_RARELY, STEP_MEANS, CheckpointStatus,
 from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.trackers import Trackers
-from shardline_chief.page.board import Passes
-from shardline_chief.page.board import passes as new_passes
+from shardline_chief.page.board import Passes, passes as new_passes
 from shardline_chief.page.history import History
 from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall, to_line
 from shardline_chief.page.steps import HeldReports, StepBoard

@@ -387,12 +387,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
             at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
     steps = tuple(
-        from_message(
-            StepReport,
-            item,
-            **_measured(item),
-            logged=_logged(item.logged, f"{where}: step {item.step}"),
-        )
+        from_message(StepReport, item, **_measured(item), logged=_logged(item.logged, f"{where}: step {item.step}"))
         for item in message.steps
     )
     ps = ps_status_from_proto(message.ps) if message.HasField("ps") else None

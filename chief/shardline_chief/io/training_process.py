@@ -59,7 +59,6 @@ def to_json(config: RoleConfig) -> str:
 
 
 def from_json(text: str) -> RoleConfig:
-    """Inverse of to_json."""
     fields = json.loads(text)
     cluster = ClusterSpec.from_mapping(fields["cluster"])
     fields["cluster"] = TrainerCluster(cluster.tasks, cluster.labels)

@@ -153,16 +153,9 @@ def _of_servers(flows: Flows) -> Rows:
             (ENDING, flows.ending.answered),
             (at(Stage.COUNTING), flows.scoring.counted),
         ),
-        on.OrderRefused: (
-            (ANY, failover.refused),
-            (ANY, recovery.refused),
-            (ANY, flows.servers.refused),
-        ),
+        on.OrderRefused: ((ANY, failover.refused), (ANY, recovery.refused), (ANY, flows.servers.refused)),
         on.ServersReady: ((at(Stage.READY), start.run), (at(Stage.ADOPTING), flows.takeover.adopted)),
-        on.TrainingBegins: (
-            (ANY, recovery.goes_on),
-            (ANY, start.began),
-        ),
+        on.TrainingBegins: ((ANY, recovery.goes_on), (ANY, start.began)),
     }
 
 

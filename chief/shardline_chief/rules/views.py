@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from shardline import cadence as cadences
-from shardline import consistency, division, topology
+from shardline import cadence as cadences, consistency, division, topology
 from shardline.consistency import Clock
 from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
@@ -60,7 +59,6 @@ class AllOrders:
         )
 
     def of(self, task: str, incarnation: int) -> Orders:
-        """The orders for one life of a task."""
         state = self._state
         member = state.tasks.members.get(task)
         if member is None or member.incarnation != incarnation or not member.living:

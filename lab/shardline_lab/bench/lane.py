@@ -94,14 +94,7 @@ class LaneProbe:
     config: of the measuring task; its lane is the one to measure.
     """
 
-    def __init__(
-        self,
-        config: RoleConfig,
-        task: str,
-        address: str,
-        *,
-        megabytes: float,
-    ) -> None:
+    def __init__(self, config: RoleConfig, task: str, address: str, *, megabytes: float) -> None:
         timeouts = self._timeouts = config.timeouts
         rows = max(1, int(megabytes * 1e6 / 4 / ROW))
         self.plan = make_plan((TensorSpec(name="bench", shape=(rows, ROW), dtype="float32"),), 1)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import shardline_pipeline as pipeline
-from shardline import cadence as cadences
-from shardline import codecs, consistency
+from shardline import cadence as cadences, codecs, consistency
 from shardline.cadence import Held, Outgoing, Sends
 from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding

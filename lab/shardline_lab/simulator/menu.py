@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import shardline_pipeline as pipeline
-from shardline import cadence as cadences
-from shardline import codecs, consistency
+from shardline import cadence as cadences, codecs, consistency
 from shardline.cadence import CADENCES, Sends
 from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
@@ -19,8 +18,7 @@ from shardline.errors import JobError
 from shardline.job import Job
 from shardline_lab.simulator.result import Result
 from shardline_lab.simulator.simulation import Setup, timing_contents
-from shardline_lab.simulator.stages import simulated as simulation
-from shardline_lab.simulator.stages import stage_buckets
+from shardline_lab.simulator.stages import simulated as simulation, stage_buckets
 from shardline_pipeline import PipelineSchedule
 
 PASSES = 1500

@@ -12,8 +12,7 @@ import torch
 from shardline.consistency import Clock, Consistency
 from shardline.consistency.intake import Intake
 from shardline.consistency.server import NumberedPush, Offer, ShardVote, Staged, StepWanted, Terms
-from shardline.consistency.voted import choices as choices_of
-from shardline.consistency.voted import votes
+from shardline.consistency.voted import choices as choices_of, votes
 from shardline.core.contributions import Contributions, Partial, Present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome

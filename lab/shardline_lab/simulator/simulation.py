@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import shardline_pipeline as pipeline
-from shardline import cadence as cadences
-from shardline import codecs, consistency
-from shardline import topology as topologies
+from shardline import cadence as cadences, codecs, consistency, topology as topologies
 from shardline.cluster import ANY_HOST
 from shardline.codecs import coding_of
 from shardline.consistency.assignment import assign, replicas_of
@@ -156,12 +154,7 @@ def placed(servers: Sequence[str], workers: Sequence[str], aggregators: Sequence
         servers = [host for host, share in zip(servers, shares, strict=True) if share]
     roles = {"ps": servers, "worker": workers, "aggregator": aggregators}
     machines = {f"{role}/{index}": host for role in roles for index, host in enumerate(roles[role]) if host != ANY_HOST}
-    return {
-        "workers": len(workers),
-        "servers": len(servers),
-        "aggregators": len(aggregators),
-        "machines": machines,
-    }
+    return {"workers": len(workers), "servers": len(servers), "aggregators": len(aggregators), "machines": machines}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,13 +72,7 @@ class MemoryCheck:
 
 
 def check_memory(
-    model: nn.Module,
-    job: JobSpec,
-    stages: Stages,
-    device: torch.device,
-    *,
-    rank: int = 0,
-    had: Stages | None = None,
+    model: nn.Module, job: JobSpec, stages: Stages, device: torch.device, *, rank: int = 0, had: Stages | None = None
 ) -> None:
     """Refuse stages that don't fit into the memory that is left, the model being in it already.
 

@@ -45,8 +45,7 @@ class Authority:
         if term == self.term:
             return Decision(Outcome.SERVED)
         return Decision(
-            Outcome.REFUSED,
-            f"this ps obeys the chief of term {self.term.number}; the command is of term {term.number}",
+            Outcome.REFUSED, f"this ps obeys the chief of term {self.term.number}; the command is of term {term.number}"
         )
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:

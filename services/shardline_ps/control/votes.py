@@ -14,8 +14,7 @@ from typing import Any
 
 import grpc
 
-from shardline.consistency import VotedSteps, votes
-from shardline.consistency import choices as choices_of
+from shardline.consistency import VotedSteps, choices as choices_of, votes
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.server import ShardVote, Staged
 from shardline.core.choices import choice_from_bytes, choice_to_bytes

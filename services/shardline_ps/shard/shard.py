@@ -86,12 +86,7 @@ class ShardStorage(Storage):
     """The storage of a shard on a server: with memory that it publishes, a log for its standby, and cuts."""
 
     def __init__(
-        self,
-        number: int,
-        settings: ShardSettings,
-        *,
-        publication: Publication | None = None,
-        observers: Observers,
+        self, number: int, settings: ShardSettings, *, publication: Publication | None = None, observers: Observers
     ) -> None:
         """publication: memory for the published values; None = ordinary memory on the settings' device."""
         spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)
@@ -182,11 +177,7 @@ class ShardStorage(Storage):
                     return False
                 parts.append(part_of(bucket, total))
         number = log.record(
-            parts,
-            lambda: self._release_together(update, made),
-            scale=verdict.scale,
-            skip=verdict.skip,
-            verdict=verdict,
+            parts, lambda: self._release_together(update, made), scale=verdict.scale, skip=verdict.skip, verdict=verdict
         )
         if number is None:
             return False

@@ -67,14 +67,7 @@ class StandbyStream:
     """One shard's stream to its standby. Runs on the server's loop, except for callbacks of the log."""
 
     def __init__(
-        self,
-        store: ParameterStore,
-        shard: Shard,
-        target: Target,
-        *,
-        task: str,
-        peer: AioPeer,
-        timeouts: Timeouts,
+        self, store: ParameterStore, shard: Shard, target: Target, *, task: str, peer: AioPeer, timeouts: Timeouts
     ) -> None:
         self.number = shard.number
         # A weak reference: the log refers to this stream, and a stream's cancellation error to its frames, in cycles. A
@@ -160,9 +153,7 @@ class StandbyStream:
         metadata = await self._peer.metadata(METHOD)
         channel = self._peer.channel
         method: Callable[..., Any] = channel.stream_stream(
-            METHOD,
-            request_serializer=None,
-            response_deserializer=parameter_server_pb2.ReplicaReply.FromString,
+            METHOD, request_serializer=None, response_deserializer=parameter_server_pb2.ReplicaReply.FromString
         )
         call = method(metadata=metadata, timeout=STREAM_S)
         try:

@@ -27,8 +27,7 @@ from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import is_stored, memory_uses, tensor_from_bytes
 from shardline.division import Key
 from shardline.host.addresses import address_of, pages_of
-from shardline.host.segments import Segment
-from shardline.host.segments import layout as offsets_of
+from shardline.host.segments import Segment, layout as offsets_of
 from shardline.host.window import Run, Window
 from shardline.lanes.base import Lane
 

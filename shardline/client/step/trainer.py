@@ -19,8 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from shardline import cadence as cadences
-from shardline import codecs, consistency, division
+from shardline import cadence as cadences, codecs, consistency, division
 from shardline.cadence import Held, Outgoing, Sends, Ticks, Told
 from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.exchange.shard_exchange import (

@@ -66,7 +66,6 @@ class OneBitAdam(Lossy):
     def left(
         self, values: torch.Tensor, wanted: torch.Tensor, sent: torch.Tensor, part: Part, turn: Turn
     ) -> Mapping[str, torch.Tensor]:
-        """The momentum, and what is left of it to be sent."""
         found = {MOMENTUM: self._moved(values, part, turn)}
         if turn.step >= self.warmup and is_large(part.tensor):
             found[ERROR] = wanted - sent

@@ -334,9 +334,7 @@ class ImageAssembler:
         self._filled: list[int] = []
 
     def feed(
-        self,
-        header: parameter_server_pb2.ImageHeader | None,
-        chunk: parameter_server_pb2.ImageChunk | None,
+        self, header: parameter_server_pb2.ImageHeader | None, chunk: parameter_server_pb2.ImageChunk | None
     ) -> BucketImage | None:
         """Take one part. Raises ProtocolError unless the parts follow each other without gap or overlap."""
         if header is not None:

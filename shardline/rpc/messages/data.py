@@ -16,18 +16,7 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_from_proto, hyper_to_proto, image_parts
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.waist import (
-    CHUNK_BYTES,
-    Ack,
-    Arrival,
-    End,
-    Payload,
-    Push,
-    Sender,
-    Sink,
-    Standing,
-    Want,
-)
+from shardline.waist import CHUNK_BYTES, Ack, Arrival, End, Payload, Push, Sender, Sink, Standing, Want
 
 SMALL_BYTES = 64 << 10
 """Bytes that take about as long to send as a message costs both sides; a socket's buffers hold that much unread."""

@@ -58,16 +58,12 @@ def standby_state(value: int) -> str:
     return next((name for name, number in STANDBY_STATES.items() if number == value), "unprotected")
 
 
-def _shard_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardStatus:
-    return from_message(ShardStatus, message, standby=standby_state(message.standby))
-
-
-def _shard_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatus:
-    return to_message(parameter_server_pb2.ShardStatus, value, standby=STANDBY_STATES[value.standby])
-
-
 converts(Choices, choices_to_proto, choices_from_proto)
-converts(ShardStatus, _shard_to_proto, _shard_from_proto)
+converts(
+    ShardStatus,
+    lambda value: to_message(parameter_server_pb2.ShardStatus, value, standby=STANDBY_STATES[value.standby]),
+    lambda message: from_message(ShardStatus, message, standby=standby_state(message.standby)),
+)
 
 
 def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatus:

@@ -109,7 +109,5 @@ class ErrorMemory:
         self.state.figures.dropped_memories += count
         self.state.record("memory_dropped", count=count)
         self.state.say(
-            "memory_dropped",
-            f"the error memory of {whose} is dropped: what it still owed is not sent",
-            "warning",
+            "memory_dropped", f"the error memory of {whose} is dropped: what it still owed is not sent", "warning"
         )

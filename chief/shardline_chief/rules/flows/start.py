@@ -118,8 +118,7 @@ class Start:
             ]
             where = f"cut for the machines' links: {', '.join(parts)}"
         state.say(
-            "plan",
-            f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {shards} shards, {where}",
+            "plan", f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {shards} shards, {where}"
         )
         self.reconcile.place(placement)
 

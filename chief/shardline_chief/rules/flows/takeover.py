@@ -16,15 +16,7 @@ from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import AskStatus, Finish, Lead, Release
 from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
-from shardline_chief.rules.events import (
-    Arrived,
-    EndAsked,
-    OrderAnswered,
-    ServerLost,
-    ServersReady,
-    Stage,
-    Tick,
-)
+from shardline_chief.rules.events import Arrived, EndAsked, OrderAnswered, ServerLost, ServersReady, Stage, Tick
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.state.checkpoints import CutLedger

@@ -7,16 +7,7 @@ from typing import Any
 
 from shardline.core.waiting import Waiting
 from shardline.errors import ProtocolError
-from shardline_chief.rules.actions import (
-    Action,
-    Answer,
-    AskStatus,
-    Command,
-    CommandResult,
-    Cut,
-    Order,
-    Tell,
-)
+from shardline_chief.rules.actions import Action, Answer, AskStatus, Command, CommandResult, Cut, Order, Tell
 from shardline_chief.rules.state.layout import JobLayout
 
 
