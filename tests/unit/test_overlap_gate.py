@@ -352,7 +352,8 @@ def test_who_holds_a_model_before_it_is_attached_is_noticed() -> None:
 def test_a_pass_that_is_left_in_the_middle_holds_no_tensor_afterwards() -> None:
     model = Tied()
     watched = Watched(model)
-    loop = SimpleNamespace(runner=SimpleNamespace(unwound=None))
+    tables = SimpleNamespace(forget=lambda: None)
+    loop = SimpleNamespace(runner=SimpleNamespace(unwound=None), place=SimpleNamespace(tables=tables))
 
     def reads(bias: torch.Tensor) -> None:
         try:

@@ -52,7 +52,7 @@ def test_standbys_are_told_and_go_to_zero_where_there_are_none_any_more() -> Non
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
     log = RecordLog(on_entry=lambda: None, run=lambda release: None)
     log.restart(7)
-    store.shards = {1: SimpleNamespace(log=log), 2: SimpleNamespace(log=None)}  # type: ignore[dict-item]
+    store.shards = {1: SimpleNamespace(log=log, buckets=()), 2: SimpleNamespace(log=None, buckets=())}  # type: ignore[dict-item]
     standbys = [SimpleNamespace(shard=0, synced=False, bytes=900), SimpleNamespace(shard=3, synced=True, bytes=50)]
     observe = Meter(metrics, store).observed(lambda: SimpleNamespace(shards=[], standbys=standbys))
 

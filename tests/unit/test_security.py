@@ -126,9 +126,9 @@ def call(channel: grpc.Channel, kind: str) -> bytes:
     return b"".join(answer) if kind.endswith("stream") else answer
 
 
-def ask(address: str, security: Security) -> bytes:
+def ask(address: str, security: Security, timeouts: Timeouts = TIMEOUTS) -> bytes:
     """One call by way of Peer, with its retries and its errors."""
-    peer = Peer("ps/0", address, TIMEOUTS, security)
+    peer = Peer("ps/0", address, timeouts, security)
     try:
         answer: bytes = peer.call(peer.channel.unary_unary(f"/{SERVICE}/unary_unary"), b"x", what="Echo", timeout_s=0.3)
         return answer
@@ -216,7 +216,8 @@ def test_certificate_must_name_the_host_that_was_dialled(files: Files) -> None:
 
 def test_tls_client_of_a_plain_server_is_told_so(plain_with_token: RpcServer, files: Files) -> None:
     with pytest.raises(UnreachableError, match=r"TLS with it fails .*were both sides started with TLS"):
-        ask(plain_with_token.address, files.mutual())
+        # A busy machine takes a second for the handshake that shows it.
+        ask(plain_with_token.address, files.mutual(), Timeouts(total_s=15.0))
 
 
 def test_nobody_at_the_address_is_not_blamed_on_tls(files: Files) -> None:
