@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+import shardline
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
-from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable
+from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, assert_same_end, same_bits
@@ -190,3 +191,35 @@ def test_ids_that_are_none_are_refused() -> None:
         make_job(model=lambda: nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])).spec(
             nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])
         )
+
+
+def test_zero_grad_drops_gradients_of_rows_and_keeps_passes_that_go_on() -> None:
+    with shardline.connect() as session:
+        model, (ids, _) = Clicks(), clicks()[:8]
+        optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = []
+        for step in session.steps(2):
+            if step == 0:
+                model(ids).sum().backward()
+            found = model(ids).sum()
+            optimizer.zero_grad()
+            found.backward()
+            packed = model.each.table.take()
+            assert packed is not None
+            rows.append(packed.view(torch.int32))
+            optimizer.zero_grad()
+            optimizer.step()
+    assert torch.equal(*rows), "the gradient of a pass before zero_grad() is in the step's"
+
+
+def test_a_compiled_model_has_the_gradients_of_the_model() -> None:
+    ids, packed = clicks()[:8][0], []
+    for compiled in (False, True):
+        model = Clicks()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        run = torch.compile(model, backend="eager") if compiled else model
+        run(ids).sum().backward()
+        taken = [table.take() for table in tables_of(model).values()]
+        packed.append([held.view(torch.int32) for held in taken if held is not None])
+    assert len(packed[0]) == 3 and all(map(torch.equal, *packed))

@@ -538,6 +538,7 @@ class StepLoop:
 
     def gradients_cleared(self) -> None:
         """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
+        self.place.tables.clear_gradients()
         if not (self.closed or self._stepper.iterating):
             self._expect_by_itself()
 

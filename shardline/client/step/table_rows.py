@@ -116,6 +116,10 @@ class ServedRows:
         """The rows' gradients since the last call, packed, by table."""
         return {name: packed for name, table in self._tables.items() if (packed := table.take()) is not None}
 
+    def clear_gradients(self) -> None:
+        for table in self._tables.values():
+            table.clear_gradients()
+
     def close(self) -> None:
         """The session has ended."""
         self._closed = True
