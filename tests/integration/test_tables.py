@@ -17,6 +17,7 @@ from shardline.job import Job
 from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
+from shardline_lab.comparison.plain import PlainTraining
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import make_job
 from tests.support.standbys import Protected
@@ -166,6 +167,11 @@ def test_methods_that_need_dense_tensors_are_refused(changes: dict[str, Any], wo
     job = table_job(**changes)
     with pytest.raises(JobError, match=f"embedding table 'things'.*{words}"):
         job.spec(job.build_model())
+
+
+def test_a_comparison_with_plain_pytorch_is_refused() -> None:
+    with pytest.raises(JobError, match="embedding tables, whose rows plain PyTorch can't train"):
+        PlainTraining(table_job(), torch.device("cpu"))
 
 
 def test_a_row_with_nan_is_named_by_its_table_and_id() -> None:
