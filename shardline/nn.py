@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from shardline.core.rows import PARTS, pack, summed
@@ -67,6 +68,7 @@ class EmbeddingTable(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.name!r}, dim={self.dim}, rule={self.rule!r}, init={self.init!r}"
 
+    @_disable_dynamo
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows (float32 [U, dim]) of the unique ids of an int tensor of any shape, and the place of each id among them.
 
@@ -105,6 +107,11 @@ class EmbeddingTable(nn.Module):
             return None
         ids, gradients = torch.cat([ids for ids, _ in parts]), torch.cat([gradient for _, gradient in parts])
         return pack(*(summed(ids, gradients) if len(parts) > 1 else (ids, gradients)))
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients since the last take(), as zero_grad() does; passes that go on may still bring theirs."""
+        for _, rows in self._used:
+            rows.grad = None
 
     def forget(self) -> None:
         """Drop what passes have used: their step is given up."""
@@ -146,6 +153,7 @@ class EmbeddingBag(nn.Module):
         )
 
 
+@_disable_dynamo
 def look_up_all(wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """EmbeddingTable.look_up() of several tensors of ids, with one pull for all tables that are at the same servers."""
     if not wanted:

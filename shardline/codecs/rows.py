@@ -65,7 +65,15 @@ class PackedRows:
         """Rows: float32 [count, dim]. Raises ProtocolError."""
         if self.codec.is_view:
             return tensor_from_bytes(payload, "float32").view(count, self._dim)
-        flat = self.codec.coder(self._layout(count)).decode(payload, turn)
+        layout = self._layout(count)
+        least, most = self.codec.sizes(layout)
+        # Else a short payload could have memory taken for as many rows as it says it has.
+        if not least <= len(payload) <= most:
+            raise ProtocolError(
+                f"table {self._name!r}: {len(payload)} bytes can't be {count} rows; codec {self.codec} makes "
+                f"{least} to {most} bytes"
+            )
+        flat = self.codec.coder(layout).decode(payload, turn)
         return flat[: count * self._dim].view(count, self._dim)
 
     def most_bytes(self, count: int) -> int:

@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+import shardline
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
-from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable
+from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
+from shardline_lab.comparison.plain import PlainTraining
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import make_job
 from tests.support.standbys import Protected
@@ -167,6 +169,11 @@ def test_methods_that_need_dense_tensors_are_refused(changes: dict[str, Any], wo
         job.spec(job.build_model())
 
 
+def test_a_comparison_with_plain_pytorch_is_refused() -> None:
+    with pytest.raises(JobError, match="embedding tables, whose rows plain PyTorch can't train"):
+        PlainTraining(table_job(), torch.device("cpu"))
+
+
 def test_a_row_with_nan_is_named_by_its_table_and_id() -> None:
     def broken(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         assert isinstance(model, Clicks)
@@ -190,3 +197,35 @@ def test_ids_that_are_none_are_refused() -> None:
         make_job(model=lambda: nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])).spec(
             nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])
         )
+
+
+def test_zero_grad_drops_gradients_of_rows_and_keeps_passes_that_go_on() -> None:
+    with shardline.connect() as session:
+        model, (ids, _) = Clicks(), clicks()[:8]
+        optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = []
+        for step in session.steps(2):
+            if step == 0:
+                model(ids).sum().backward()
+            found = model(ids).sum()
+            optimizer.zero_grad()
+            found.backward()
+            packed = model.each.table.take()
+            assert packed is not None
+            rows.append(packed.view(torch.int32))
+            optimizer.zero_grad()
+            optimizer.step()
+    assert torch.equal(*rows), "the gradient of a pass before zero_grad() is in the step's"
+
+
+def test_a_compiled_model_has_the_gradients_of_the_model() -> None:
+    ids, packed = clicks()[:8][0], []
+    for compiled in (False, True):
+        model = Clicks()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        run = torch.compile(model, backend="eager") if compiled else model
+        run(ids).sum().backward()
+        taken = [table.take() for table in tables_of(model).values()]
+        packed.append([held.view(torch.int32) for held in taken if held is not None])
+    assert len(packed[0]) == 3 and all(map(torch.equal, *packed))

@@ -125,7 +125,8 @@ class Worker:
             self.model = self.job.build_model()
             self.source = BatchSource(self.job)
         self.values = named_values(self.model)
-        self.tables = ServedRows(tables_of(self.model), lambda: self.trainer, contextlib.nullcontext)
+        self.tables = ServedRows(lambda: self.trainer, contextlib.nullcontext)
+        self.tables.serve(tables_of(self.model))
         servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
         around = Surroundings(
             task=f"worker/{index}",

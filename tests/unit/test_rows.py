@@ -13,7 +13,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from shardline.codecs import CODECS
+from shardline.codecs.base import PLAIN_TURN
+from shardline.codecs.rows import PackedRows
 from shardline.core import rows
+from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import JobError, ProtocolError, TensorError
 from shardline.native import library
 from shardline.storage.rows import RowStore
@@ -89,6 +93,19 @@ def test_minus_zero_of_one_row_stays() -> None:
 def test_bytes_that_are_not_whole_rows_are_refused() -> None:
     with pytest.raises(ProtocolError, match="not whole rows of dim 3, 20 bytes each"):
         rows.count(torch.zeros(51), 3)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "lossless"])
+def test_encoded_rows_that_say_they_are_many_are_refused_before_memory_is_taken(codec: str) -> None:
+    dim, count = 1024, 1 << 17
+    table = TensorSpec(name="users", shape=(rows.PARTS, dim), dtype="float32", kind=TensorKind.TABLE)
+    coder = PackedRows(CODECS.parse(codec), table)
+    few = coder.encode(rows.pack(tensor([1, 2]), torch.zeros(2, dim)), PLAIN_TURN)
+    assert rows.count(coder.decode(bytearray(few), PLAIN_TURN), dim) == 2
+    head = np.arange(-1, count)
+    head[0] = count
+    with pytest.raises(ProtocolError, match=r"'users': 9 bytes can't be 131072 rows"):
+        coder.decode(bytearray(head.tobytes() + bytes(9)), PLAIN_TURN)
 
 
 @given(SETS)

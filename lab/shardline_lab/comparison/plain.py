@@ -42,6 +42,11 @@ class PlainTraining:
             raise JobError("the job's scheduler follows the scores of an evaluator, and a comparison has none")
         self._source = BatchSource(job)
         spec = job.spec(self._model)
+        if spec.has_tables:
+            raise JobError(
+                "the model has embedding tables, whose rows plain PyTorch can't train; compare with "
+                "shardline.testing.reference(job)"
+            )
         self._plan: Plan | None = make_plan(spec.tensors, 1) if job.clip_norm > 0.0 else None
 
     def values(self) -> dict[str, torch.Tensor]:

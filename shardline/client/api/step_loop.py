@@ -386,6 +386,9 @@ class StepLoop:
         """The open step's, for logs."""
         self.stateful: list[Stateful] = []
         """Loaders of a script whose states are kept by step."""
+        self._attempting = False
+        """In the body of attempt()."""
+        self.place.tables.waits = self._waits_for_rows
         self.logged: dict[str, float] = {}
         """The open step's other figures, for curves."""
 
@@ -459,6 +462,7 @@ class StepLoop:
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
         """Context manager for the loop's body: swallows StepAgain, so that the body runs again."""
+        self._attempting = True
         try:
             yield
         except StepAgain as again:
@@ -469,6 +473,30 @@ class StepLoop:
                     traceback.clear_frames(error.__traceback__)
             self.place.tables.forget()
             self.runner.unwound = again
+        finally:
+            self._attempting = False
+
+    @contextlib.contextmanager
+    def _waits_for_rows(self) -> Iterator[None]:
+        """Turn a failed pull of rows, in the middle of a pass, into StepAgain, or outside of attempt() into an error.
+
+        Raises JobStopped, RolledBackError.
+        """
+        try:
+            with self.place.waits():
+                yield
+        except StepAgain as again:
+            if self._attempting:
+                raise
+            link, step = self._now.link, self.trainer.half.job_step
+            if link.orders.phase is Phase.ENDED:
+                self.mistakes.stopped(link, step)
+            raise RolledBackError(
+                f"{link.task}: a parameter server was lost while rows of a table were pulled, in the middle of step "
+                f"{step}; put the body of the loop over session.steps() into `with session.attempt():`, which repeats "
+                "it then",
+                step=step,
+            ) from again.cause
 
     def begin(self, replica: int) -> None:
         self.place.tables.forget()
@@ -540,6 +568,7 @@ class StepLoop:
 
     def gradients_cleared(self) -> None:
         """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
+        self.place.tables.clear_gradients()
         if not (self.closed or self._stepper.iterating):
             self._expect_by_itself()
 

@@ -94,7 +94,7 @@ class Workplace:
         self.resting = False
         """The servers know that this worker pushes nothing until it has located its step again."""
         self.waits = BodyWaits()
-        self.tables = ServedRows({}, lambda: self.trainer, self.waits)
+        self.tables = ServedRows(lambda: self.trainer, self.waits)
 
     def furnish(
         self,
@@ -124,7 +124,7 @@ class Workplace:
         self.wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)
-            self.tables = ServedRows(tables_of(model), lambda: self.trainer, self.waits)
+            self.tables.serve(tables_of(model))
             if from_file and overlaps:
                 groups = [group["params"] for group in optimizer.param_groups]
                 self._reach = Reach(model, self.values.values(), groups)

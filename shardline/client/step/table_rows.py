@@ -66,16 +66,15 @@ class ServedRows:
     trainer: the current one. waits: makes of a failed exchange what ends the pass.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, EmbeddingTable],
-        trainer: Callable[[], Trainer],
-        waits: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._tables = tables
+    def __init__(self, trainer: Callable[[], Trainer], waits: Callable[[], AbstractContextManager[None]]) -> None:
+        self._tables: Mapping[str, EmbeddingTable] = {}
         self._trainer = trainer
-        self._waits = waits
+        self.waits = waits
         self._closed = False
+
+    def serve(self, tables: Mapping[str, EmbeddingTable]) -> None:
+        """Serve these tables of a model, by name."""
+        self._tables = tables
         for table in tables.values():
             table.source = self
 
@@ -100,7 +99,7 @@ class ServedRows:
                 own = (parts >= piece.first_row) & (parts < piece.first_row + piece.rows)
                 if bool(own.any()):
                     here.setdefault(shard, {})[bucket] = name, own.nonzero().squeeze(1)
-        with self._waits():
+        with self.waits():
             sinks = pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
         for shard, held in here.items():
             for bucket, (name, at) in held.items():
@@ -115,6 +114,10 @@ class ServedRows:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The rows' gradients since the last call, packed, by table."""
         return {name: packed for name, table in self._tables.items() if (packed := table.take()) is not None}
+
+    def clear_gradients(self) -> None:
+        for table in self._tables.values():
+            table.clear_gradients()
 
     def close(self) -> None:
         """The session has ended."""
