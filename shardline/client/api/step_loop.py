@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -374,21 +375,16 @@ class StepLoop:
         self._now = self.runner.now
         self.barrier = Barrier()
         self.mistakes = LoopMistakes()
-        self._stepper = self.runner.now.stepper
-        self._reports = self.runner.reports
-        self.profile = self.runner.profile
-        self.owner = OwnProcess(config.task)
-        self.closed = False
-        """No step may be made any more."""
+        self._stepper, self._reports = self.runner.now.stepper, self.runner.reports
+        self.profile, self.owner = self.runner.profile, OwnProcess(config.task)
+        self.closed = False  # no step may be made any more
         self.hyper: Callable[[], Hyper] = dict
         """The optimizer's numbers that differ from the job's, once it is attached."""
-        self.loss: float | None = None
-        """The open step's, for logs."""
+        self.loss: float | None = None  # the open step's, for logs
         self.stateful: list[Stateful] = []
         """Loaders of a script whose states are kept by step."""
-        self._attempting = False
-        """In the body of attempt()."""
-        self.place.tables.waits = self._waits_for_rows
+        self.attempting = False  # in the body of attempt()
+        self.place.tables.waits = functools.partial(waits_for_rows, self)
         self.logged: dict[str, float] = {}
         """The open step's other figures, for curves."""
 
@@ -462,7 +458,7 @@ class StepLoop:
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
         """Context manager for the loop's body: swallows StepAgain, so that the body runs again."""
-        self._attempting = True
+        self.attempting = True
         try:
             yield
         except StepAgain as again:
@@ -474,29 +470,7 @@ class StepLoop:
             self.place.tables.forget()
             self.runner.unwound = again
         finally:
-            self._attempting = False
-
-    @contextlib.contextmanager
-    def _waits_for_rows(self) -> Iterator[None]:
-        """Turn a failed pull of rows, in the middle of a pass, into StepAgain, or outside of attempt() into an error.
-
-        Raises JobStopped, RolledBackError.
-        """
-        try:
-            with self.place.waits():
-                yield
-        except StepAgain as again:
-            if self._attempting:
-                raise
-            link, step = self._now.link, self.trainer.half.job_step
-            if link.orders.phase is Phase.ENDED:
-                self.mistakes.stopped(link, step)
-            raise RolledBackError(
-                f"{link.task}: a parameter server was lost while rows of a table were pulled, in the middle of step "
-                f"{step}; put the body of the loop over session.steps() into `with session.attempt():`, which repeats "
-                "it then",
-                step=step,
-            ) from again.cause
+            self.attempting = False
 
     def begin(self, replica: int) -> None:
         self.place.tables.forget()
@@ -561,10 +535,10 @@ class StepLoop:
 
     def share_gradients(self, *, set_to_none: bool = True) -> bool:
         """zero_grad() for gradients in shared memory; returns False if they are private."""
-        if self.runner.lent is None or self.closed:
-            return False
-        self.runner.lent.zero(set_to_none=set_to_none)
-        return True
+        lent = None if self.closed else self.runner.lent
+        if lent is not None:
+            lent.zero(set_to_none=set_to_none)
+        return lent is not None
 
     def gradients_cleared(self) -> None:
         """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
@@ -574,14 +548,13 @@ class StepLoop:
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The gradients in .grad, by name."""
-        values, clip_norm = self.place.values, self.trainer.job.consistency.clip_norm
+        clip_norm, lent = self.trainer.job.consistency.clip_norm, self.runner.lent
+        values = self.place.values
         if clip_norm > 0.0 and not self._now.assigned:
             # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in values.values() if v.grad is not None], clip_norm)
-        rows = self.place.tables.gradients()
-        if self.runner.lent is not None:
-            return {**self.runner.lent.gradients(), **rows}
-        return {**{name: value.grad for name, value in values.items() if value.grad is not None}, **rows}
+        private = {name: value.grad for name, value in values.items() if value.grad is not None}
+        return {**(private if lent is None else lent.gradients()), **self.place.tables.gradients()}
 
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""
@@ -691,3 +664,25 @@ class StepLoop:
         # Within steps() the next step finds the step again.
         again = found is not None and not self.place.wake() and not self._stepper.iterating
         return None if again and not self.runner.find_again() else found
+
+
+@contextlib.contextmanager
+def waits_for_rows(loop: StepLoop) -> Iterator[None]:
+    """Turn a failed pull of rows, in the middle of a pass, into StepAgain, or outside of attempt() into an error.
+
+    Raises JobStopped, RolledBackError.
+    """
+    try:
+        with loop.place.waits():
+            yield
+    except StepAgain as again:
+        if loop.attempting:
+            raise
+        link, step = loop.runner.link, loop.trainer.half.job_step
+        if link.orders.phase is Phase.ENDED:
+            loop.mistakes.stopped(link, step)
+        raise RolledBackError(
+            f"{link.task}: a parameter server was lost while rows of a table were pulled, in the middle of step "
+            f"{step}; put the body of the loop over session.steps() into `with session.attempt():`, which repeats it then",
+            step=step,
+        ) from again.cause
