@@ -1,4 +1,4 @@
-"""A whole cluster of one worker that runs train_job.py, each task where it is put: here, or on hosts of a lab."""
+"""A whole cluster with one ps that runs a job of ours, each task where it is put: here, or on hosts of a lab."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.network import Lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment, run_json
@@ -19,8 +19,16 @@ JOB = ROOT / "benchmarks" / "train_job.py"
 RUN_S = 900.0
 TIMEOUT_S = 60.0
 OUT = "BENCH_OUT"
-"""Where train_job.py writes its figures."""
+"""Where a job writes its figures."""
 PORT = 2322
+
+
+class Flags(Protocol):
+    """What a job is given."""
+
+    def flags(self) -> list[str]:
+        """Flags of the job's file."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +59,22 @@ class Places:
 
     chief: str
     ps: str
-    worker: str
+    workers: tuple[str, ...]
     """Addresses."""
-    server: Prefix = HERE
-    client: Prefix = HERE
+    server: Prefix
+    clients: tuple[Prefix, ...]
+    """Of each worker."""
 
 
-def on_hosts(hosts: Lab) -> Places:
-    """Chief and ps on host 1, the worker on host 2."""
-    one, two = hosts.address(1), hosts.address(2)
+def on_hosts(hosts: Lab, workers: int = 1) -> Places:
+    """Chief and ps on host 1, a worker on each further host."""
+    one, others = hosts.address(1), range(2, workers + 2)
     return Places(
         chief=f"{one}:{PORT}",
         ps=f"{one}:{PORT + 1}",
-        worker=f"{two}:{PORT}",
+        workers=tuple(f"{hosts.address(host)}:{PORT}" for host in others),
         server=hosts.prefix(1),
-        client=hosts.prefix(2),
+        clients=tuple(hosts.prefix(host) for host in others),
     )
 
 
@@ -74,7 +83,8 @@ def on_one_host(prefix: Prefix) -> Places:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return Places(chief=f"127.0.0.1:{port}", ps="127.0.0.1:0", worker="127.0.0.1:0", server=prefix, client=prefix)
+    free = "127.0.0.1:0"
+    return Places(chief=f"127.0.0.1:{port}", ps=free, workers=(free,), server=prefix, clients=(prefix,))
 
 
 def alone(model: Model, prefix: Prefix = HERE) -> dict[str, Any]:
@@ -83,10 +93,10 @@ def alone(model: Model, prefix: Prefix = HERE) -> dict[str, Any]:
 
 
 def train(
-    model: Model, places: Places, *, overlap: bool = True, lane: str = "auto", codec: str = "raw"
+    model: Flags, places: Places, *, job: Path = JOB, overlap: bool = True, lane: str = "auto", codec: str = "raw"
 ) -> dict[str, Any]:
-    """Train with a chief, one ps and one worker; the worker's figures. Raises ContenderError."""
-    cluster = json.dumps({"chief": [places.chief], "ps": [places.ps], "worker": [places.worker]})
+    """Train with a chief and one ps; a worker's figures. Raises ContenderError."""
+    cluster = json.dumps({"chief": [places.chief], "ps": [places.ps], "worker": places.workers})
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-bench-")))
         figures = folder / "figures.json"
@@ -97,11 +107,13 @@ def train(
             command += ["--lane", lane, "--overlap" if overlap else "--no-overlap", *more]
             return stack.enter_context(Child(command, prefix=prefix, what=role, env=settings))
 
-        job = ("--job", str(JOB), "--codec", codec)
-        chief = task("chief", places.server, *job, "--out", str(folder / "out"))
+        given = ("--job", str(job), "--codec", codec)
+        chief = task("chief", places.server, *given, "--out", str(folder / "out"))
         task("ps", places.server)
-        worker = task("worker", places.client, *job)
-        for child, wait_s in ((worker, RUN_S), (chief, TIMEOUT_S)):
+        workers = [
+            task("worker", prefix, *given, "--task", f"worker/{index}") for index, prefix in enumerate(places.clients)
+        ]
+        for child, wait_s in (*((worker, RUN_S) for worker in workers), (chief, TIMEOUT_S)):
             code = child.wait(wait_s)
             if code:
                 raise ContenderError(f"{child.what} ended with code {code}{child.last_words()}")

@@ -30,6 +30,7 @@ from benchmarks.sets import (
     sizes,
     small_tensors,
     start,
+    tables,
     tensors,
     workers,
 )
@@ -72,6 +73,7 @@ ALL: dict[str, ModuleType] = {
         overlap,
         overhead,
         start,
+        tables,
         tensors,
         modes,
         codecs,

@@ -25,9 +25,13 @@ MOST_BYTES = 1 << 31
 def hashed(ids: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """64 mixed bits per id (int64 [U]); Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
     x = ids.numpy().view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    # In place: first values of rows take a hash per element.
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def part_of(ids: Tensor) -> Tensor:
@@ -76,11 +80,11 @@ def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     unique, where = torch.unique(ids, return_inverse=True)
     if len(unique) == len(ids):
         order = torch.argsort(ids)
-        return ids[order], rows[order]
+        return ids[order], rows.index_select(0, order)
     first = torch.full((len(unique),), len(ids), dtype=torch.int64)
     first.scatter_reduce_(0, where, torch.arange(len(ids)), "amin")
     # The first row of each id is copied, so that an id that comes once keeps its bits.
-    total = rows[first]
+    total = rows.index_select(0, first)
     later = torch.ones(len(ids), dtype=torch.bool)
     later[first] = False
     return unique, total.index_add_(0, where[later], rows[later])

@@ -118,7 +118,7 @@ class TableBucket(Bucket):
         if bool(new.any()):
             slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
         if self._undoes:
-            self._before = pack(ids, self.store.values[slots])
+            self._before = pack(ids, self.store.values.index_select(0, slots))
         factor = schedules.factor(self._schedule, self.step)
         self._changed = slots
         self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
@@ -128,13 +128,12 @@ class TableBucket(Bucket):
     def rows(self, ids: torch.Tensor, step: int) -> torch.Tensor:
         """Rows (float32 [U, dim]) for any ids (int64 [U]) at `step`, or the step before. The lock must be held."""
         slots = self.store.find(ids)
-        new = slots < 0
-        if bool(new.any()):
-            found = torch.empty(len(ids), self.dim)
-            found[~new] = self.store.values[slots[~new]]
+        known = (slots >= 0).nonzero().squeeze(1)
+        found = self.store.values.index_select(0, slots[known])
+        if len(known) < len(ids):
+            new = slots < 0
+            found = torch.empty(len(ids), self.dim).index_copy_(0, known, found)
             found[new] = self._init.rows(self.table, ids[new], self.dim)
-        else:
-            found = self.store.values[slots]
         if step < self._holds and len(self._before):
             changed = ids_of(self._before, self.dim)
             at = torch.searchsorted(changed, ids).clamp_(max=len(changed) - 1)
@@ -144,7 +143,7 @@ class TableBucket(Bucket):
 
     def values_at(self, step: int) -> torch.Tensor:
         """What the last update made of its rows, flat, for comparison with a standby."""
-        return self.store.values[self._changed].view(-1)
+        return self.store.values.index_select(0, self._changed).view(-1)
 
     @property
     def values(self) -> torch.Tensor:

@@ -497,11 +497,12 @@ def _rows_of(spec: BucketSpec, source: Mapping[int, torch.Tensor]) -> tuple[torc
         return None, 0.0
     ids = rows.ids_of(packed, dim)
     part = rows.part_of(ids) - piece.first_row
-    own = (part >= 0) & (part < piece.rows)
-    if not bool(own.any()):
+    own = ((part >= 0) & (part < piece.rows)).nonzero().squeeze(1)
+    if not len(own):
         return None, 0.0
-    values = rows.rows_of(packed, dim)[own]
-    return rows.pack(ids[own], values), magnitude(values.reshape(-1))
+    if len(own) < len(ids):
+        packed = rows.pack(ids[own], rows.rows_of(packed, dim).index_select(0, own))
+    return packed, magnitude(rows.rows_of(packed, dim).reshape(-1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,11 +103,15 @@ class ServedRows:
             sinks = pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
         for shard, held in here.items():
             for bucket, (name, at) in held.items():
-                found[name][at] = sinks[shard].values[bucket]
+                values = sinks[shard].values[bucket]
+                if len(at) == len(found[name]):
+                    found[name] = values
+                else:
+                    found[name].index_copy_(0, at, values)
         return [
             found[table.name]
             if len(by_table[table.name]) == 1
-            else found[table.name][torch.searchsorted(unique[table.name], ids)]
+            else found[table.name].index_select(0, torch.searchsorted(unique[table.name], ids))
             for table, ids in wanted
         ]
 
