@@ -683,6 +683,6 @@ def waits_for_rows(loop: StepLoop) -> Iterator[None]:
             loop.mistakes.stopped(link, step)
         raise RolledBackError(
             f"{link.task}: a parameter server was lost while rows of a table were pulled, in the middle of step "
-            f"{step}; put the body of the loop over session.steps() into `with session.attempt():`, which repeats it then",
+            f"{step}; put the loop's body into `with session.attempt():`, which repeats it then",
             step=step,
         ) from again.cause
