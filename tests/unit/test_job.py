@@ -37,7 +37,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = """
 import torch
 from torch import nn
-from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.job import Job
 
 job = Job(
