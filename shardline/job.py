@@ -46,6 +46,7 @@ from shardline.fit import check_fit, check_runner, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import check_extra_state, model_tensors, pretrained
+from shardline.nn import tables_of
 from shardline.schedule import complete, constant
 from shardline.scheduler import GroupSettings, MakeScheduler
 from shardline.seams import Resident
@@ -266,7 +267,8 @@ class Job(JobSettings):
         """
         groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not groups:
-            raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
+            beside = "; beside its embedding tables it needs one, such as a bias" if tables_of(model) else ""
+            raise JobError(f"the model has no parameters that require a gradient, so there is nothing to train{beside}")
         if self.param_groups is not None:
             with calling("param_groups(model)"):
                 groups = [dict(group) for group in self.param_groups(model)]

@@ -58,7 +58,8 @@ class EmbeddingTable(nn.Module):
         if not name or dim < 1:
             raise JobError(f"table {name!r} has dim {dim}; a table has a name, and a dim of at least 1")
         self.name, self.dim, self.num_ids = name, dim, num_ids
-        self.rule, self.init = str(ROW_RULES.parse(rule, "rule")), str(ROW_INITS.parse(init, "init"))
+        self.rule = str(ROW_RULES.parse(rule, f"table {name!r}: rule"))
+        self.init = str(ROW_INITS.parse(init, f"table {name!r}: init"))
         self.source: RowSource = InitialRows()
         self.placeholder = torch.empty(PARTS, dim, device="meta")
         """Stands for the rows among the model's tensors."""
@@ -68,16 +69,13 @@ class EmbeddingTable(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.name!r}, dim={self.dim}, rule={self.rule!r}, init={self.init!r}"
 
-    @_disable_dynamo
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows (float32 [U, dim]) of the unique ids of an int tensor of any shape, and the place of each id among them.
 
         Both are on the ids' device. The rows take a gradient, where gradients are enabled. Raises JobError naming an id
         that is none.
         """
-        unique, places = self._unique(ids)
-        (rows,) = self.source.rows([(self, unique)])
-        return self._lend(unique, rows.to(ids.device)), places
+        return look_up_all([(self, ids)])[0]
 
     def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The unique ids (int64 [U], on the CPU), and the place of each id among them."""

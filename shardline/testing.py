@@ -24,12 +24,13 @@ from torch import nn
 
 from shardline import cadence, consistency, division
 from shardline.core.contributions import Contributions, mean
+from shardline.core.gradients import flat_bucket
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import Block, clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.scores import counts
-from shardline.core.spec import DTYPES, JobSpec, TensorKind
+from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import params_sha256
 from shardline.data import BatchSource
 from shardline.errors import JobError, NonFiniteError
@@ -248,7 +249,7 @@ class Training:
                 continue
             none = RuleState({}, {}, (False,) * len(bucket.slices))
             state = next(states).export() if bucket.kind is TensorKind.PARAM else none
-            flat = _flat(self.plan, bucket, values).cpu()
+            flat = flat_bucket(self.plan, bucket, values)
             images.append(
                 BucketImage(
                     shard=0,
@@ -385,10 +386,10 @@ class _RuleStepper:
         self.settings = settings
         self.trained = trained
         self.task = "" if consistency.of(spec.consistency).worker_half(spec).shares_steps else "worker/0"
-        device = next(iter(trained.values())).device
+        self.device = device = next(iter(trained.values())).device
         self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
         self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]
-        self.values = [_flat(plan, bucket, trained) for bucket in self.buckets]
+        self.values = [flat_bucket(plan, bucket, trained, device) for bucket in self.buckets]
         self._pull()
 
     def step(self, gradients: Gradients, clock: int) -> None:
@@ -397,7 +398,7 @@ class _RuleStepper:
         groups = self.settings.at(clock) if self.settings is not None else ()
         for bucket, updater, values in zip(self.buckets, self.rules, self.values, strict=True):
             held = [self.plan.tensors[piece.tensor] for piece in bucket.slices]
-            flat = _flat(self.plan, bucket, gradients)
+            flat = flat_bucket(self.plan, bucket, gradients, self.device)
             present = [gradients[tensor.name] is not None for tensor in held]
             hyper = hyper_numbers(updater.site.spec.name, groups[held[0].group]) if groups else None
             updater.apply(values, flat, clock=clock, present=present, hyper=hyper, context=context)
@@ -423,21 +424,9 @@ class _RuleStepper:
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse of state(); the parameters are in the model."""
         for number, (bucket, updater) in enumerate(zip(self.buckets, self.rules, strict=True)):
-            self.values[number] = _flat(self.plan, bucket, self.trained)
+            self.values[number] = flat_bucket(self.plan, bucket, self.trained, self.device)
             updater.load(**state[f"bucket {number}"])
         self._pull()
-
-
-def _flat(plan: Plan, bucket: BucketSpec, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-    """A bucket's tensors in its layout, shape [elements]; zeros for None."""
-    found = [tensors[plan.tensors[piece.tensor].name] for piece in bucket.slices]
-    device = next((value.device for value in found if value is not None), None)
-    flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device)
-    for piece, value in zip(bucket.slices, found, strict=True):
-        if value is not None and piece.elements:
-            first = piece.first_row * plan.tensors[piece.tensor].row_elements
-            flat[piece.offset : piece.end] = value.detach().reshape(-1)[first : first + piece.elements]
-    return flat
 
 
 @torch.no_grad()

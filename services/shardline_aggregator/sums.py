@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from shardline.client.exchange.shard_exchange import PullSink
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, JobCoding
 from shardline.consistency.eager import Eager
@@ -27,14 +28,14 @@ from shardline.core.fixed import fixed
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, cover, split
-from shardline.core.tensor_bytes import copy_bytes, tensor_bytes
+from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import ProtocolError
 from shardline.host.awake import awake_s
 from shardline.server.backend import HostedShard
 from shardline.storage.bucket import Bucket
 from shardline.storage.publication import Publication
 from shardline.storage.shard import ByteCount, Hyper, Observers, Storage
-from shardline.waist import Arrival, Memory, octets
+from shardline.waist import Arrival
 
 BEFORE = -1
 """Step of a bucket that has no values yet."""
@@ -346,21 +347,14 @@ def relayed_shard(
     return RelayedShard(storage, Relaying(), terms, publication=publication)
 
 
-class Arriving:
+class Arriving(PullSink):
     """Where one shard's pulled buckets go: decoded, to where members read them."""
 
     def __init__(self, shard: RelayedShard, coding: JobCoding) -> None:
         self._shard, self._coding = shard, coding
         self._encoded: dict[int, bytearray] = {}
         """Bytes that have to be decoded, by bucket."""
-        self.num_buckets = len(shard.buckets)
-        self.shard_bytes = sum(bucket.spec.nbytes for bucket in shard.buckets)
-        self.arrived: set[int] = set()
-        self.raw_bytes = self.wire_bytes = 0
-        self.first_s = 0.0
-
-    def begin(self) -> None:
-        self.arrived.clear()
+        super().__init__(len(shard.buckets), sum(bucket.spec.nbytes for bucket in shard.buckets))
 
     def buffer(self, arrival: Arrival) -> memoryview:
         bucket, written = self._bucket(arrival), self._written(arrival)
@@ -382,13 +376,6 @@ class Arriving:
         self.raw_bytes += bucket.spec.nbytes
         self.wire_bytes += arrival.payload_bytes
         self._shard.storage.observers.on_publish(arrival.bucket)
-
-    def whole(self, arrival: Arrival, payload: Memory) -> None:
-        copy_bytes(self.buffer(arrival), octets(payload))
-        self.done(arrival)
-
-    def take(self, arrival: Arrival, memory: Memory) -> None:
-        self.whole(arrival, memory)
 
     def _decode(self, arrival: Arrival, bucket: RelayedBucket, payload: bytearray) -> None:
         """Write the values where members read them. The memory is the one that members' pulls are encoded with."""

@@ -106,25 +106,32 @@ def check_gradient(
 
 
 def _check_rows(packed: torch.Tensor, shard: int, bucket: BucketSpec, table: str) -> float:
-    """Refuse packed rows that are not a part's, or not finite; returns the largest magnitude."""
+    """Refuse packed rows that are not the bucket's, or not finite; returns an upper bound of the magnitudes."""
     dim, piece = dim_of(bucket), bucket.slices[0]
     rows.check_packed(packed, dim, piece.first_row, piece.rows, table)
-    values = rows.rows_of(packed, dim)
-    bound = magnitude(values.reshape(-1))
+    bound = magnitude(rows.rows_of(packed, dim).reshape(-1))
     if not math.isfinite(bound):
-        raise NonFiniteError(f"shard {shard}: {nonfinite_row(packed, dim, table)}; nothing was changed")
+        raise NonFiniteError(
+            f"shard {shard}: the gradient of '{table}[{nonfinite_id(packed, dim)}]' has NaN or infinity; nothing was "
+            "changed. Lower the learning rate"
+        )
     return bound
 
 
-def nonfinite_row(packed: torch.Tensor, dim: int, table: str) -> str:
-    """A sentence's beginning that names the first row with NaN or infinity by table and id."""
+def nonfinite_id(packed: torch.Tensor, dim: int) -> int:
+    """The first id of packed rows whose row has NaN or infinity."""
     bad = ~rows.rows_of(packed, dim).isfinite().all(1)
-    return f"the gradient of row {int(rows.ids_of(packed, dim)[bad][0])} of table {table!r} has NaN or infinity"
+    return int(rows.ids_of(packed, dim)[bad][0])
 
 
-def flat_bucket(plan: Plan, bucket: BucketSpec, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A bucket of tensors by name, zero where one is missing; shape [elements]."""
-    found = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
+def flat_bucket(
+    plan: Plan,
+    bucket: BucketSpec,
+    values: Mapping[str, torch.Tensor | None],
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """A bucket of tensors by name, zero where one is missing or None; shape [elements]. device: None = the CPU."""
+    found = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device)
     for piece in bucket.slices:
         tensor = plan.tensors[piece.tensor]
         value = values.get(tensor.name)

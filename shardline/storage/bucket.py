@@ -301,21 +301,23 @@ class Bucket:
         if previous is not None and previous.numel() not in (0, self.spec.elements):
             raise ProtocolError(f"bucket {self.number}: {previous.numel()} values of the step before its own")
         self.rule = rule
-        self.pending = None
         for which in (0, 1):
             # Both before the first byte: they may be one.
             self.writes.begin(which)
         for buffer in self._pub:
             buffer.copy_(image.tensors[VALUE])
         self._zero_padding()
-        self.step, self.version = image.step, image.version
-        self.oldest = self.changed_step = image.step
-        self.overwritten = image.step - 1
-        if previous is not None:
-            if previous.numel() and self._pub[0] is not self._pub[1]:
-                self._pub[(image.step - 1) & 1].copy_(previous)
-            self.oldest, self.overwritten = image.step - 1, image.step - 2
+        if previous is not None and previous.numel() and self._pub[0] is not self._pub[1]:
+            self._pub[(image.step - 1) & 1].copy_(previous)
         settle(self.device)
+        self.restored(image, with_previous=previous is not None)
+
+    def restored(self, image: BucketImage, *, with_previous: bool) -> None:
+        """The values are those of an image now: the step is open, and nothing is contributed to it."""
+        self.step, self.version = image.step, image.version
+        self.changed_step = image.step
+        self.oldest = image.step - int(with_previous)
+        self.overwritten = self.oldest - 1
+        self.pending = self.hyper = None
         self.contributions.clear()
-        self.hyper = None
         self.initialized = True

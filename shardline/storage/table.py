@@ -180,14 +180,9 @@ class TableBucket(Bucket):
         slots = self.store.insert(ids, image.tensors[VALUE].view(-1, self.dim))
         for name, state in self.store.states.items():
             state[slots] = image.tensors[name].view(len(ids), state.shape[1])
-        self.pending, self.hyper = None, None
-        self.step, self.version, self._holds = image.step, image.version, image.step
-        self.oldest = self.changed_step = image.step
-        self.overwritten = image.step - 1
+        self._holds = image.step
         if previous is not None:
             if len(previous) and bool((self.store.find(ids_of(previous, self.dim)) < 0).any()):
                 raise ProtocolError(f"bucket {self.number}: the step before its own has rows that its own lacks")
             self._before = previous.clone()
-            self.oldest, self.overwritten = image.step - 1, image.step - 2
-        self.contributions.clear()
-        self.initialized = True
+        self.restored(image, with_previous=previous is not None)

@@ -180,7 +180,10 @@ def test_a_row_with_nan_is_named_by_its_table_and_id() -> None:
         row, _ = model.each.table.look_up(torch.tensor([77]))
         return loss(model, batch) + (row * torch.nan).nan_to_num().sum() + (row - row).sqrt().sum() * 0
 
-    with Cluster(table_job(loss=broken), ps=2) as cluster, pytest.raises(NonFiniteError, match="'things'"):
+    with (
+        Cluster(table_job(loss=broken), ps=2) as cluster,
+        pytest.raises(NonFiniteError, match=r"the gradient of 'things\[77\]' has NaN"),
+    ):
         cluster.train([[0, 1, 2]])
 
 
@@ -254,3 +257,11 @@ def test_a_step_moves_the_rows_that_its_batch_names_and_no_others() -> None:
     named = steps * rows
     assert sum(tally.push_wire_bytes for tally in tallies) == pytest.approx(named * (8 + 4 * dim), rel=0.05)
     assert sum(tally.pull_wire_bytes for tally in tallies) == pytest.approx(named * 4 * dim, rel=0.05)
+
+
+def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
+    with pytest.raises(JobError, match="table 'users': rule 'rowise-adagrad' does not exist.*did you mean"):
+        EmbeddingTable("users", 2, rule="rowise-adagrad")
+    job = make_job(model=lambda: Embedding(EmbeddingTable("users", 2)))
+    with pytest.raises(JobError, match="beside its embedding tables it needs one"):
+        job.spec(job.build_model())

@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
 
 from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.core.fixed import fixed
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
+from shardline.core.tensor_bytes import copy_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, UnreachableError
 from shardline.host.awake import awake_s
 from shardline.lanes.base import Lane
 from shardline.lanes.calls import NotAdmittedError
 from shardline.rpc.messages import data
-from shardline.waist import Ack, End, Exchanged, Push, Sender, Sink, Standing, Want
+from shardline.waist import Ack, Arrival, End, Exchanged, Memory, Push, Sender, Sink, Standing, Want, octets
 
 log = logging.getLogger("shardline.client")
 
@@ -160,21 +160,30 @@ class Observer:
     """The loss (name "loss") or the gradient of a tensor has NaN or infinity."""
 
 
-class PullSink(Sink, Protocol):
-    """The memory that one shard's pulls go to, one after another."""
+class PullSink(Sink):
+    """The memory that one shard's pulls go to, one after another: a base that copies what comes into buffer().
 
-    num_buckets: int
-    shard_bytes: int
-    """Bytes of all buckets before encoding."""
-    arrived: set[int]
-    """Complete buckets of the running pull."""
-    raw_bytes: int
-    """Bytes pulled so far, before encoding; wire_bytes: encoded."""
-    wire_bytes: int
-    first_s: float
-    """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
+    shard_bytes: of all buckets before encoding.
+    """
 
-    def begin(self) -> None: ...
+    def __init__(self, num_buckets: int, shard_bytes: int) -> None:
+        self.num_buckets, self.shard_bytes = num_buckets, shard_bytes
+        self.arrived: set[int] = set()
+        """Complete buckets of the running pull."""
+        self.raw_bytes = self.wire_bytes = 0
+        """Bytes pulled so far: before encoding, and encoded."""
+        self.first_s = 0.0
+        """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
+
+    def begin(self) -> None:
+        self.arrived.clear()
+
+    def whole(self, arrival: Arrival, payload: Memory) -> None:
+        copy_bytes(self.buffer(arrival), memoryview(octets(payload)))
+        self.done(arrival)
+
+    def take(self, arrival: Arrival, memory: Memory) -> None:
+        self.whole(arrival, memory)
 
 
 @dataclass(eq=False)

@@ -26,9 +26,10 @@ from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core import rows
 from shardline.core.contributions import Contributions, Partial, dim_of
+from shardline.core.gradients import nonfinite_id
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
-from shardline.core.spec import DTYPES, TensorKind
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.division import Key
 from shardline.errors import JobError, NonFiniteError
@@ -215,8 +216,8 @@ class GradientStaging:
             if gradient.layout != torch.strided:
                 raise JobError(
                     f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
-                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
-                    "nn.EmbeddingBag), or pass its to_dense()"
+                    "supports only dense gradients: create its layer with sparse=False, take shardline.nn.Embedding or "
+                    "EmbeddingBag, which exchange the rows of a step alone, or pass its to_dense()"
                 )
         after = [self._host.mark()] if self._host is not None else ()
 
@@ -238,7 +239,7 @@ class GradientStaging:
             wait(added)
             found = [one.result() for one in added]
         bad = set(itertools.chain.from_iterable(found))
-        return [self._plan.tensors[number].name for number in sorted(bad)]
+        return [_named(self._plan.tensors[number], gradients[number]) for number in sorted(bad)]
 
     def add_bucket(
         self,
@@ -487,6 +488,13 @@ class NonFinite:
 def loss_names(loss: float | None) -> list[str]:
     """["loss"] if it is NaN or infinite, else []."""
     return [] if loss is None or -float("inf") < loss < float("inf") else ["loss"]
+
+
+def _named(tensor: TensorSpec, gradient: torch.Tensor) -> str:
+    """The name of a tensor whose gradient is not finite; of a table with the id of a row."""
+    if tensor.kind is not TensorKind.TABLE:
+        return tensor.name
+    return f"{tensor.name}[{nonfinite_id(gradient, tensor.row_elements)}]"
 
 
 def _rows_of(spec: BucketSpec, source: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, float]:

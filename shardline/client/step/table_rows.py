@@ -13,10 +13,9 @@ from shardline.client.step.trainer import Trainer
 from shardline.codecs.base import Turn
 from shardline.codecs.rows import PackedRows
 from shardline.core.rows import part_of
-from shardline.core.tensor_bytes import copy_bytes
 from shardline.errors import ProtocolError, UsageError
 from shardline.nn import EmbeddingTable
-from shardline.waist import Arrival, Memory, Want, octets
+from shardline.waist import Arrival, Want
 
 log = logging.getLogger("shardline.client")
 
@@ -29,14 +28,7 @@ class RowsSink(PullSink):
         """Rows that have arrived: float32 [count, dim], by bucket."""
         self._coders, self._counts = coders, counts
         self._payloads: dict[int, bytearray] = {}
-        self.num_buckets = len(counts)
-        self.shard_bytes = sum(coder.most_bytes(counts[bucket]) for bucket, coder in coders.items())
-        self.arrived: set[int] = set()
-        self.raw_bytes = self.wire_bytes = 0
-        self.first_s = 0.0
-
-    def begin(self) -> None:
-        self.arrived.clear()
+        super().__init__(len(counts), sum(coder.most_bytes(counts[bucket]) for bucket, coder in coders.items()))
 
     def buffer(self, arrival: Arrival) -> memoryview:
         coder = self._coders.get(arrival.bucket)
@@ -51,13 +43,6 @@ class RowsSink(PullSink):
         self.wire_bytes += len(payload)
         self.raw_bytes += self.values[bucket].nbytes
         self.arrived.add(bucket)
-
-    def whole(self, arrival: Arrival, payload: Memory) -> None:
-        copy_bytes(self.buffer(arrival), memoryview(octets(payload)))
-        self.done(arrival)
-
-    def take(self, arrival: Arrival, memory: Memory) -> None:
-        self.whole(arrival, memory)
 
 
 class ServedRows:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from shardline.client.exchange.device import HostPath, host_path
-from shardline.client.exchange.shard_exchange import LOOK_S, Running
+from shardline.client.exchange.shard_exchange import LOOK_S, PullSink, Running
 from shardline.client.layout import ModelLayout, homes, keys_of
 from shardline.client.step.in_place import InPlace
 from shardline.codecs.base import Turn
@@ -144,7 +144,7 @@ HOLD_S = 3600.0
 """How long a lane's own memory waits until the model may be written to."""
 
 
-class BucketSink:
+class BucketSink(PullSink):
     """Receives the pulled buckets of one shard and loads them into the model.
 
     arrivals: told of every bucket; says whether the model may be written to yet. None = it always may.
@@ -166,22 +166,15 @@ class BucketSink:
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._host = host
         self._kept = memory
-        self.num_buckets = len(layout.plan.shards[shard].buckets)
-        self.shard_bytes = layout.plan.shards[shard].nbytes
+        super().__init__(len(layout.plan.shards[shard].buckets), layout.plan.shards[shard].nbytes)
         self._memory: dict[int, torch.Tensor] = {}
         # All of them now: what refers to the model's memory later is somebody else's (see Reach).
         self._pieces = [layout.memory(shard, bucket) for bucket in range(self.num_buckets)]
         self._moves = layout.moves
         self._in_place: set[int] = set()
         """Buckets that are received directly into the model."""
-        self.arrived: set[int] = set()
-        """Complete buckets of the running pull."""
         self._held: dict[int, tuple[int, int]] = {}
         """(step, version) of each bucket's last arrival, in any pull."""
-        self.raw_bytes = 0
-        self.wire_bytes = 0
-        self.first_s = 0.0
-        """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
 
     def begin(self) -> None:
         self.first_s = 0.0

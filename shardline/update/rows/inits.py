@@ -54,7 +54,6 @@ class RandomInit(RowInit):
             raise JobError(f"row init {self.name}: {name} is {value}; give a number from 0 to {_LARGEST}")
 
     def rows(self, table: str, ids: Tensor, dim: int) -> Tensor:
-        """See RowInit."""
         digest = hashlib.blake2b(f"{self.seed}:{table}".encode(), digest_size=8).digest()
         starts = hashed(ids.contiguous()) ^ np.uint64(int.from_bytes(digest, "little"))
         columns = np.arange(dim, dtype=np.uint64) * _GAMMA
@@ -113,5 +112,4 @@ class Zeros(RowInit):
     name: ClassVar[str] = "zeros"
 
     def rows(self, table: str, ids: Tensor, dim: int) -> Tensor:
-        """See RowInit."""
         return torch.zeros(len(ids), dim)

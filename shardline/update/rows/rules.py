@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,6 +31,8 @@ _LANES = 8
 class RowRule(Resident, ABC):
     """Base of rules. Arithmetic is float32, each operation rounded by itself, unless a rule says otherwise."""
 
+    states: ClassVar[Mapping[str, int]] = {}
+    """float32 elements per row by name, 0 = as many as the row has."""
     lr: float = 0.01
 
     def __post_init__(self) -> None:
@@ -41,9 +43,9 @@ class RowRule(Resident, ABC):
                 valid = "at least 0 and below 1" if decay else f"from {least} to {_LARGEST}"
                 raise JobError(f"row rule {self.name}: {item.name} is {value}; give a number {valid}")
 
-    @abstractmethod
     def widths(self, dim: int) -> dict[str, int]:
         """The rule's states: float32 elements per row by name, in the order in which update() has them."""
+        return {name: width or dim for name, width in self.states.items()}
 
     @abstractmethod
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
@@ -84,12 +86,7 @@ class SGD(RowRule):
     name: ClassVar[str] = "sgd"
     weight_decay: float = 0.0
 
-    def widths(self, dim: int) -> dict[str, int]:
-        """See RowRule."""
-        return {}
-
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """See RowRule."""
         (values,) = rows
         values -= (gradients + values * self.weight_decay) * rate
 
@@ -103,14 +100,10 @@ class RowwiseAdagrad(RowRule):
     """
 
     name: ClassVar[str] = "rowwise-adagrad"
+    states: ClassVar[Mapping[str, int]] = {"sum": 1}
     eps: float = 1e-8
 
-    def widths(self, dim: int) -> dict[str, int]:
-        """See RowRule."""
-        return {"sum": 1}
-
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """See RowRule."""
         (values, sums), (count, dim) = rows, gradients.shape
         squares, lanes = np.square(gradients, dtype=np.float64), np.zeros((count, _LANES))
         for at in range(0, dim, _LANES):
@@ -126,14 +119,10 @@ class Adagrad(RowRule):
     """Adagrad (Duchi, Hazan and Singer, 2011): s += g * g; w -= lr * g / (sqrt(s) + eps)."""
 
     name: ClassVar[str] = "adagrad"
+    states: ClassVar[Mapping[str, int]] = {"sum": 0}
     eps: float = 1e-10
 
-    def widths(self, dim: int) -> dict[str, int]:
-        """See RowRule."""
-        return {"sum": dim}
-
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """See RowRule."""
         values, sums = rows
         sums += gradients * gradients
         values -= gradients * np.float32(rate) / (np.sqrt(sums) + np.float32(self.eps))
@@ -147,17 +136,13 @@ class Adam(RowRule):
     """
 
     name: ClassVar[str] = "adam"
+    states: ClassVar[Mapping[str, int]] = {"step": 1, "exp_avg": 0, "exp_avg_sq": 0}
     lr: float = 0.001
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def widths(self, dim: int) -> dict[str, int]:
-        """See RowRule."""
-        return {"step": 1, "exp_avg": dim, "exp_avg_sq": dim}
-
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """See RowRule."""
         values, step, mean, square = rows
         step += 1
         mean *= np.float32(self.beta1)
@@ -187,21 +172,16 @@ class Ftrl(RowRule):
     """
 
     name: ClassVar[str] = "ftrl"
+    states: ClassVar[Mapping[str, int]] = {"z": 0, "n": 0}
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 1.0
 
-    def widths(self, dim: int) -> dict[str, int]:
-        """See RowRule."""
-        return {"z": dim, "n": dim}
-
     def apply(self, store: RowStore, slots: Tensor, gradients: Tensor, *, factor: float) -> None:
-        """See RowRule."""
         if self.lr * factor >= _SMALLEST:
             super().apply(store, slots, gradients, factor=factor)
 
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """See RowRule."""
         (values, z, n), l1, per_rate = rows, np.float32(self.l1), np.float32(1 / rate)
         before = np.sqrt(n)
         n += gradients * gradients
