@@ -260,7 +260,7 @@ def test_a_step_moves_the_rows_that_its_batch_names_and_no_others() -> None:
 
 
 def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
-    with pytest.raises(JobError, match="table 'users': rule 'rowise-adagrad' does not exist.*did you mean"):
+    with pytest.raises(JobError, match=r"table 'users': rule 'rowise-adagrad' does not exist.*did you mean"):
         EmbeddingTable("users", 2, rule="rowise-adagrad")
     job = make_job(model=lambda: Embedding(EmbeddingTable("users", 2)))
     with pytest.raises(JobError, match="beside its embedding tables it needs one"):
