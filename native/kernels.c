@@ -682,6 +682,80 @@ static void slots_drop(void *slots, void *pairs, size_t last, const void *ids, s
     }
 }
 
+/* The number of ids before the first that is not above the one before it, or not in parts `first` to first + parts - 1
+ * of PARTS in shardline/core/rows.py. */
+static size_t rows_check(const void *ids, size_t count, size_t first, size_t parts) {
+    const u64 *id = ids;
+    for (size_t i = 0; i < count; i++)
+        if ((i && (int64_t)id[i] <= (int64_t)id[i - 1]) || (hashed(id[i]) >> 54) - first >= parts)
+            return i;
+    return count;
+}
+
+/* Rows of an arena by slot. Of a negative slot nothing is written. */
+static void rows_gather(void *rows, const void *arena, const void *slots, size_t count, size_t dim) {
+    const int64_t *at = slots;
+    for (size_t i = 0; i < count; i++) {
+        if (i + ROWS_AHEAD < count && at[i + ROWS_AHEAD] >= 0)
+            for (size_t n = 0; n < dim; n += LINE / sizeof(f32))
+                __builtin_prefetch((const f32 *)arena + (size_t)at[i + ROWS_AHEAD] * dim + n);
+        if (at[i] >= 0)
+            memcpy((f32 *)rows + i * dim, (const f32 *)arena + (size_t)at[i] * dim, dim * sizeof(f32));
+    }
+}
+
+/* left + right of packed rows, both with ascending ids; how many they are. sum: room for these, or NULL: only count. */
+static size_t rows_merge(void *sum, size_t room, const void *left, size_t lefts, const void *right, size_t rights,
+                         size_t dim) {
+    const u64 *a = left, *b = right;
+    const f32 *x = (const f32 *)(a + lefts), *y = (const f32 *)(b + rights);
+    u64 *ids = sum;
+    f32 *to = sum ? (f32 *)(ids + room) : NULL;
+    size_t i = 0, j = 0, count = 0;
+    for (; i < lefts || j < rights; count++) {
+        int from_left = j == rights || (i < lefts && (int64_t)a[i] <= (int64_t)b[j]);
+        int from_right = i == lefts || (j < rights && (int64_t)b[j] <= (int64_t)a[i]);
+        if (sum) {
+            const f32 *p = x + i * dim, *q = y + j * dim;
+            ids[count] = from_left ? a[i] : b[j];
+            if (from_left && from_right) {
+                EACH for (size_t n = 0; n < dim; n++)
+                    to[n] = p[n] + q[n];
+            } else {
+                memcpy(to, from_left ? p : q, dim * sizeof(f32));
+            }
+            to += dim;
+        }
+        i += (size_t)from_left;
+        j += (size_t)from_right;
+    }
+    return count;
+}
+
+/* First values of rows: see shardline/update/rows/inits.py. start: of the table. */
+
+static float uniform_value(uint64_t bits, float scale) {
+    return (float)((int32_t)(bits >> 40) - (1 << 23)) * scale;
+}
+
+static float normal_value(uint64_t bits, float scale) {
+    int32_t ones = __builtin_popcountll(bits >> 24) - 20, low = (int32_t)(uint32_t)bits;
+    return (float)((int32_t)((uint32_t)ones << 12) + ((low & 0xfff) - (low >> 12 & 0xfff))) * scale;
+}
+
+#define FIRST(kind)                                                                                                    \
+    static void first_##kind(void *rows, const void *ids, size_t count, size_t dim, uint64_t start, float scale) {      \
+        f32 *to = rows;                                                                                                \
+        for (size_t row = 0; row < count; row++, to += dim) {                                                          \
+            const uint64_t counter = hashed(((const u64 *)ids)[row]) ^ start;                                          \
+            EACH for (size_t i = 0; i < dim; i++)                                                                      \
+                to[i] = kind##_value(hashed(counter + i * UINT64_C(0x9e3779b97f4a7c15)), scale);                       \
+        }                                                                                                              \
+    }
+
+FIRST(uniform)
+FIRST(normal)
+
 /* Update rules of rows: see shardline/update/rows/rules.py. Each changes one row. rows: where it lies in the arena of
  * values and in each state's. numbers: the rate, then the rule's settings in their order. */
 
@@ -839,6 +913,11 @@ const struct kernels TABLE(LEVEL) = {
     .slots_find = slots_find,
     .slots_put = slots_put,
     .slots_drop = slots_drop,
+    .rows_check = rows_check,
+    .rows_gather = rows_gather,
+    .rows_merge = rows_merge,
+    .first_uniform = first_uniform,
+    .first_normal = first_normal,
     .rows_sgd = rows_sgd,
     .rows_rowwise_adagrad = rows_rowwise_adagrad,
     .rows_adagrad = rows_adagrad,

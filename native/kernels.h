@@ -97,10 +97,16 @@ struct kernels {
                     uint64_t seed);
     void (*ternary)(void *codes, const void *values, float scale, size_t count, uint64_t seed);
     void (*largest)(void *indices, const void *values, size_t count, size_t wanted);
-    /* Rows of embedding tables: slots by id, and update rules. */
+    /* Rows of embedding tables: slots by id, sums, first values, and update rules. */
     void (*slots_find)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
     void (*slots_put)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
     void (*slots_drop)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
+    size_t (*rows_check)(const void *ids, size_t count, size_t first, size_t parts);
+    void (*rows_gather)(void *rows, const void *arena, const void *slots, size_t count, size_t dim);
+    size_t (*rows_merge)(void *sum, size_t room, const void *left, size_t lefts, const void *right, size_t rights,
+                         size_t dim);
+    void (*first_uniform)(void *rows, const void *ids, size_t count, size_t dim, uint64_t start, float scale);
+    void (*first_normal)(void *rows, const void *ids, size_t count, size_t dim, uint64_t start, float scale);
     row_rule *rows_sgd, *rows_rowwise_adagrad, *rows_adagrad, *rows_adam, *rows_ftrl;
 };
 

@@ -1,7 +1,7 @@
 /* What Python loads: which levels this machine can run, and the kernels of each. */
 #include "kernels.h"
 
-#define ABI 10
+#define ABI 11
 #define PUBLIC __attribute__((visibility("default")))
 
 #if defined(__x86_64__)

@@ -101,10 +101,9 @@ class EmbeddingTable(nn.Module):
         """
         used, self._used = self._used, []
         parts = [(ids, rows.grad.detach().cpu()) for ids, rows in used if rows.grad is not None and len(ids)]
-        if not parts:
-            return None
-        ids, gradients = torch.cat([ids for ids, _ in parts]), torch.cat([gradient for _, gradient in parts])
-        return pack(*(summed(ids, gradients) if len(parts) > 1 else (ids, gradients)))
+        if len(parts) < 2:
+            return pack(*parts[0]) if parts else None
+        return pack(*summed(torch.cat([ids for ids, _ in parts]), torch.cat([gradient for _, gradient in parts])))
 
     def clear_gradients(self) -> None:
         """Drop the gradients since the last take(), as zero_grad() does; passes that go on may still bring theirs."""
@@ -141,14 +140,15 @@ class EmbeddingBag(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         rows, places = self.table.look_up(ids)
-        return functional.embedding_bag(
-            places,
-            rows,
-            offsets,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-        )
+        more = {"per_sample_weights": per_sample_weights, "include_last_offset": self.include_last_offset}
+        return _bags(places, rows, offsets, self.mode, **more)
+
+
+def _bags(places: Tensor, rows: Tensor, offsets: Tensor | None, mode: str, **more: Any) -> Tensor:
+    """torch's embedding_bag. Of bags of one id it takes the rows, whose backward pass is a third as long on a CPU."""
+    if offsets is None and places.shape[1:] == (1,) and rows.is_cpu and more.get("per_sample_weights") is None:
+        return rows.index_select(0, places.view(-1))
+    return functional.embedding_bag(places, rows, offsets, mode=mode, **more)
 
 
 @_disable_dynamo
@@ -186,7 +186,7 @@ class EmbeddingBagCollection(nn.Module):
             raise JobError(f"feature {missing[0]!r} is missing; the collection has {', '.join(self.features)}")
         found = look_up_all([(table, given[name][0]) for name, table in self.features.items()])
         return {
-            name: functional.embedding_bag(places, rows, given[name][1], mode=self.mode)
+            name: _bags(places, rows, given[name][1], self.mode)
             for name, (rows, places) in zip(self.features, found, strict=True)
         }
 

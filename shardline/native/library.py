@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 10
+ABI = 11
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
@@ -74,6 +74,13 @@ class _Table(ctypes.Structure):
         ("ternary", _function(None, _ADDRESS, _ADDRESS, ctypes.c_float, _COUNT, ctypes.c_uint64)),
         ("largest", _function(None, *_PARTS)),
         *((f"slots_{name}", _function(None, *_SLOTS)) for name in ("find", "put", "drop")),
+        ("rows_check", _function(_COUNT, _ADDRESS, *(_COUNT,) * 3)),
+        ("rows_gather", _function(None, *(_ADDRESS,) * 3, _COUNT, _COUNT)),
+        ("rows_merge", _function(_COUNT, *(_ADDRESS, _COUNT) * 3, _COUNT)),
+        *(
+            (f"first_{init}", _function(None, _ADDRESS, _ADDRESS, _COUNT, _COUNT, ctypes.c_uint64, ctypes.c_float))
+            for init in ("uniform", "normal")
+        ),
         *((f"rows_{rule}", _function(None, *_ROWS)) for rule in ("sgd", "rowwise_adagrad", "adagrad", "adam", "ftrl")),
     )
 

@@ -84,3 +84,40 @@ def update(rule: str, arenas: Sequence[Tensor], slots: Tensor, gradients: Tensor
     given, slots = (ctypes.c_double * len(numbers))(*numbers), slots.contiguous()
     kernels.call[f"rows_{rule}"](addresses, widths, count, slots.data_ptr(), gradients.data_ptr(), len(slots), given)
     return True
+
+
+def check(ids: Tensor, first_part: int, parts: int) -> int | None:
+    """Number of ids (int64 [U]) before the first that is not ascending or of another part; None: not looked at."""
+    kernels = level()
+    return None if kernels is None else int(kernels.call["rows_check"](ids.data_ptr(), len(ids), first_part, parts))
+
+
+def gather(arena: Tensor, slots: Tensor, rows: Tensor) -> bool:
+    """Copy rows by slot (int64 [U]), none of a negative slot, into `rows` (float32 [U, dim]); False: not done."""
+    kernels = level()
+    if kernels is None:
+        return False
+    kernels.call["rows_gather"](rows.data_ptr(), arena.data_ptr(), slots.data_ptr(), *rows.shape)
+    return True
+
+
+def merge(left: Tensor, right: Tensor, dim: int, row: int) -> Tensor | None:
+    """Add packed rows (core.rows), where an id may be in both; None: not done. row: elements of each."""
+    kernels = level()
+    if kernels is None or not (is_plain(left) and is_plain(right)):
+        return None
+    given = (left.data_ptr(), left.numel() // row, right.data_ptr(), right.numel() // row, dim)
+    count = kernels.call["rows_merge"](None, 0, *given)
+    merged = torch.empty(count * row)
+    kernels.call["rows_merge"](merged.data_ptr(), count, *given)
+    return merged
+
+
+def first_values(kind: str, ids: Tensor, dim: int, start: int, scale: float) -> Tensor | None:
+    """First values (float32 [U, dim]) of shardline.update.rows.inits; None: not made. start: 64 bits of the table."""
+    kernels = level()
+    if kernels is None or f"first_{kind}" not in kernels.call:
+        return None
+    ids, rows = ids.contiguous(), torch.empty(len(ids), dim)
+    kernels.call[f"first_{kind}"](rows.data_ptr(), ids.data_ptr(), len(ids), dim, start, scale)
+    return rows

@@ -33,6 +33,8 @@ from shardline.waist import Memory, octets
 NO_BYTES = memoryview(b"")
 QUICK_BYTES = 64 << 10
 """Total size of buckets that are counted on the loop: about ten microseconds of arithmetic."""
+TURN_BYTES = 1 << 20
+"""Bytes that are worth a turn of another thread of the pool."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard
-from shardline.server.incoming_push import QUICK_BYTES
+from shardline.server.incoming_push import QUICK_BYTES, TURN_BYTES
 from shardline.storage.bucket import Bucket, Intact
 from shardline.storage.table import TableBucket
 from shardline.waist import CHUNK_BYTES, Memory, refuse_rows
@@ -201,7 +201,7 @@ def encode_bucket(
 
 
 def encode_rows(
-    shard: HostedShard, number: int, want: StepWanted, coding: Coding, ids: torch.Tensor
+    shard: HostedShard, number: int, *, want: StepWanted, coding: Coding, ids: torch.Tensor
 ) -> Encoded | Outcome:
     """Copy rows of a table under its bucket's lock and encode them, or return why not. Runs in the pool."""
     bucket = shard.buckets[number]
@@ -429,7 +429,7 @@ def _finder(
 ) -> Find:
     """How to get the buckets of a pull: in place, or copied by the pool. rows: from wanted_rows()."""
     if rows:
-        return functools.partial(_encode_rows, backend, shard, want, coding, rows)
+        return _Rows(backend, shard, want, coding, rows)
     if may_refer(shard, want, coding, attachment):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
@@ -464,18 +464,32 @@ async def _published(backend: Backend, shard: HostedShard, number: int, want: St
         await signal.wait(waiter, GATHER_S)
 
 
-def _encode_rows(
-    backend: Backend,
-    shard: HostedShard,
-    want: StepWanted,
-    coding: Coding,
-    rows: Mapping[int, torch.Tensor],
-    number: int,
-) -> Awaitable[Encoded | Outcome]:
-    """Get the rows of a bucket that a pull of rows names."""
-    if number not in rows:
-        raise ProtocolError(f"bucket {number} is in a pull of rows, which names none of it")
-    return backend.work(encode_rows, shard, number, want, coding, rows[number])
+class _Rows:
+    """The rows that a pull names, by bucket, some ahead: a turn of the pool takes longer than many a table's rows."""
+
+    def __init__(
+        self, backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, rows: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._backend, self._rows = backend, rows
+        self._encode = functools.partial(encode_rows, shard, want=want, coding=coding)
+        self._ahead: dict[int, Encoded] = {}
+
+    def __call__(self, number: int) -> Encoded | Awaitable[Encoded | Outcome]:
+        if number not in self._rows:
+            raise ProtocolError(f"bucket {number} is in a pull of rows, which names none of it")
+        return self._ahead.pop(number, None) or self._backend.work(self._encode_from, number)
+
+    def _encode_from(self, number: int) -> Encoded | Outcome:
+        numbers = list(self._rows)
+        wanted = self._encode(number, ids=self._rows[number])
+        last, nbytes = wanted, 0
+        for later in numbers[numbers.index(number) + 1 :]:
+            if isinstance(last, Outcome) or (nbytes := nbytes + last.raw_bytes) > TURN_BYTES:
+                break
+            last = self._encode(later, ids=self._rows[later])
+            if isinstance(last, Encoded):
+                self._ahead[later] = last
+        return wanted
 
 
 def _no_slot(bucket: int, nbytes: int) -> None:

@@ -29,6 +29,7 @@ from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import all_ended
 from shardline.server.incoming_push import (
     NO_BYTES,
+    TURN_BYTES,
     IncomingPush,
     PushResult,
     Slot,
@@ -376,7 +377,7 @@ class PushReceiver:
         if applies_inline(push.shard, [slot.number for slot in slots]):
             self._count_all(push, slots)
             return
-        threads = min(len(slots), self._backend.pool_threads)
+        threads = min(len(slots), self._backend.pool_threads, 1 + sum(slot.size for slot in slots) // TURN_BYTES)
         for part in (slots[first::threads] for first in range(threads)):
             counting = self._backend.work_whole(partial(self._count_all, push, part), partial(release_all, part))
             push.running.append(counting)

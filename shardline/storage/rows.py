@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.core.rows import part_of
-from shardline.native.rows import slots_by_hash
+from shardline.native import rows as native
 
 
 class SlotsByDict:
@@ -55,7 +55,7 @@ class RowStore:
         """float32 [capacity, dim]; only slots of rows mean anything."""
         self.states: Mapping[str, Tensor] = {name: _arena(0, width) for name, width in widths.items()}
         """By name: float32 [capacity, width]."""
-        self._slots = slots_by_hash() or SlotsByDict()
+        self._slots = native.slots_by_hash() or SlotsByDict()
         self._used = 0
         """Slots that have been given out, from the first."""
         self._free = torch.empty(0, dtype=torch.int64)
@@ -73,6 +73,12 @@ class RowStore:
     def find(self, ids: Tensor) -> Tensor:
         """The slot of each id, -1 where there is no row: int64 [U]. ids: int64 [U]."""
         return self._slots.find(ids)
+
+    def gather(self, slots: Tensor, rows: Tensor) -> None:
+        """Copy values by slot (int64 [U]) into `rows` (float32 [U, dim]); a row without a slot, -1, is left alone."""
+        if not native.gather(self.values, slots, rows):
+            known = slots >= 0
+            rows[known] = self.values[slots[known]]
 
     def insert(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Add rows with states of zeros; their slots: int64 [U]. ids: int64 [U], distinct, none there; rows: [U, dim].

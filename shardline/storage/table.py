@@ -11,7 +11,7 @@ from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.rows import ids_of, pack, part_of, rows_of
+from shardline.core.rows import ids_of, part_of, rows_of
 from shardline.core.spec import ScheduleSpec, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.storage.bucket import Bucket
@@ -118,7 +118,9 @@ class TableBucket(Bucket):
         if bool(new.any()):
             slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
         if self._undoes:
-            self._before = pack(ids, self.store.values.index_select(0, slots))
+            self._before = torch.empty_like(total.values)
+            ids_of(self._before, self.dim).copy_(ids)
+            self.store.gather(slots, rows_of(self._before, self.dim))
         factor = schedules.factor(self._schedule, self.step)
         self._changed = slots
         self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
@@ -127,12 +129,10 @@ class TableBucket(Bucket):
 
     def rows(self, ids: torch.Tensor, step: int) -> torch.Tensor:
         """Rows (float32 [U, dim]) for any ids (int64 [U]) at `step`, or the step before. The lock must be held."""
-        slots = self.store.find(ids)
-        known = (slots >= 0).nonzero().squeeze(1)
-        found = self.store.values.index_select(0, slots[known])
-        if len(known) < len(ids):
-            new = slots < 0
-            found = torch.empty(len(ids), self.dim).index_copy_(0, known, found)
+        slots, found = self.store.find(ids), torch.empty(len(ids), self.dim)
+        self.store.gather(slots, found)
+        new = slots < 0
+        if bool(new.any()):
             found[new] = self._init.rows(self.table, ids[new], self.dim)
         if step < self._holds and len(self._before):
             changed = ids_of(self._before, self.dim)

@@ -503,13 +503,13 @@ def _rows_of(spec: BucketSpec, source: Mapping[int, torch.Tensor]) -> tuple[torc
     packed = source.get(piece.tensor)
     if packed is None:
         return None, 0.0
-    ids = rows.ids_of(packed, dim)
-    part = rows.part_of(ids) - piece.first_row
-    own = ((part >= 0) & (part < piece.rows)).nonzero().squeeze(1)
-    if not len(own):
-        return None, 0.0
-    if len(own) < len(ids):
+    if piece.rows < rows.PARTS:
+        ids = rows.ids_of(packed, dim)
+        part = rows.part_of(ids) - piece.first_row
+        own = ((part >= 0) & (part < piece.rows)).nonzero().squeeze(1)
         packed = rows.pack(ids[own], rows.rows_of(packed, dim).index_select(0, own))
+        if not len(own):
+            return None, 0.0
     return packed, magnitude(rows.rows_of(packed, dim).reshape(-1))
 
 

@@ -81,9 +81,9 @@ class ServedRows:
         for name, ids in unique.items():
             parts = part_of(ids)
             for shard, bucket, piece in trainer.plan.pieces(trainer.plan.index[name]):
-                own = (parts >= piece.first_row) & (parts < piece.first_row + piece.rows)
-                if bool(own.any()):
-                    here.setdefault(shard, {})[bucket] = name, own.nonzero().squeeze(1)
+                at = ((parts >= piece.first_row) & (parts < piece.first_row + piece.rows)).nonzero().squeeze(1)
+                if len(at):
+                    here.setdefault(shard, {})[bucket] = name, at
         with self.waits():
             sinks = pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
         for shard, held in here.items():

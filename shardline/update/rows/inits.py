@@ -17,10 +17,10 @@ from torch import Tensor
 
 from shardline.core.rows import hashed
 from shardline.errors import JobError
+from shardline.native import rows as native
 from shardline.seams import Resident
 
 Bits = npt.NDArray[np.uint64]
-Values = npt.NDArray[np.float32]
 
 _CHUNK = 1 << 15
 """Values made at a time: their bits stay in the nearest caches."""
@@ -44,9 +44,14 @@ class RandomInit(RowInit):
 
     seed: int = field(default=0, kw_only=True)
 
+    @property
     @abstractmethod
-    def draw(self, bits: Bits) -> Values:
-        """Values made of random bits, element by element."""
+    def unit(self) -> float:
+        """The number, rounded to float32, of which values are whole multiples."""
+
+    @abstractmethod
+    def units(self, bits: Bits) -> npt.NDArray[np.int32]:
+        """How many units a value is, made of random bits element by element."""
 
     def check(self, name: str) -> None:
         value = getattr(self, name)
@@ -55,13 +60,17 @@ class RandomInit(RowInit):
 
     def rows(self, table: str, ids: Tensor, dim: int) -> Tensor:
         digest = hashlib.blake2b(f"{self.seed}:{table}".encode(), digest_size=8).digest()
-        starts = hashed(ids.contiguous()) ^ np.uint64(int.from_bytes(digest, "little"))
+        start = int.from_bytes(digest, "little")
+        made = native.first_values(self.name, ids, dim, start, self.unit)
+        if made is not None:
+            return made
+        starts = hashed(ids.contiguous()) ^ np.uint64(start)
         columns = np.arange(dim, dtype=np.uint64) * _GAMMA
         values, step = np.empty((len(starts), dim), np.float32), max(1, _CHUNK // dim)
         for at in range(0, len(starts), step):
             counters = (starts[at : at + step, None] + columns).view(np.int64)
-            values[at : at + step] = self.draw(hashed(torch.from_numpy(counters)))
-        return torch.from_numpy(values)
+            values[at : at + step] = self.units(hashed(torch.from_numpy(counters)))
+        return torch.from_numpy(values * np.float32(self.unit))
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,12 @@ class Uniform(RandomInit):
     def __post_init__(self) -> None:
         self.check("scale")
 
-    def draw(self, bits: Bits) -> Values:
-        centred = (bits >> np.uint64(40)).astype(np.int32) - np.int32(1 << 23)
-        return centred.astype(np.float32) * np.float32(self.scale * 2.0**-23)
+    @property
+    def unit(self) -> float:
+        return self.scale * 2.0**-23
+
+    def units(self, bits: Bits) -> npt.NDArray[np.int32]:
+        return (bits >> np.uint64(40)).astype(np.int32) - np.int32(1 << 23)
 
 
 @dataclass(frozen=True)
@@ -93,16 +105,16 @@ class Normal(RandomInit):
     def __post_init__(self) -> None:
         self.check("std")
 
-    def draw(self, bits: Bits) -> Values:
+    @property
+    def unit(self) -> float:
+        # The variance of the ones is 40 / 4, that of the difference nearly 1 / 6.
+        return self.std * 2.0**-12 / (10 + (1 - 2.0**-24) / 6) ** 0.5
+
+    def units(self, bits: Bits) -> npt.NDArray[np.int32]:
         ones = np.bitwise_count(bits >> np.uint64(24)).astype(np.int32) - np.int32(20)
         low = bits.astype(np.uint32).view(np.int32)
         fine = (low & np.int32(0xFFF)) - (low >> np.int32(12) & np.int32(0xFFF))
-        units: Values = ((ones << np.int32(12)) + fine).astype(np.float32)
-        return units * np.float32(self.std * _UNIT)
-
-
-_UNIT = 2.0**-12 / (10 + (1 - 2.0**-24) / 6) ** 0.5
-"""Of Normal: the variance of the ones is 40 / 4, that of the difference nearly 1 / 6."""
+        return (ones << np.int32(12)) + fine
 
 
 @dataclass(frozen=True)
