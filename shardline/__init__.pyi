@@ -20,6 +20,7 @@ from .cadence.slowmo import SlowMo as SlowMo
 from .cadence.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from .client.api.connect import connect as connect
 from .client.api.optimizer import GradScaler as GradScaler, ShardlineOptimizer as ShardlineOptimizer
+from .client.api.reader import Reader as Reader
 from .client.api.session import Session as Session
 from .codecs.auto import Auto as Auto
 from .codecs.cast import Bf16 as Bf16, Fp16 as Fp16

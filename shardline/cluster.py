@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -340,6 +341,15 @@ def read_spec(cluster: str) -> ClusterSpec:
     if cluster.lstrip().startswith("{"):
         return ClusterSpec.from_json(cluster, "SHARDLINE_CLUSTER")
     return ClusterSpec.read(Path(cluster))
+
+
+def chief_address(cluster: str | None) -> str:
+    """Address of the chief in a cluster.json (path or text), or in TF_CONFIG. Raises ClusterSpecError."""
+    if cluster:
+        return read_spec(cluster).chief
+    if tf_config := os.environ.get("TF_CONFIG"):
+        return from_tf_config(tf_config).spec.chief
+    raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
 
 
 def _only_task(spec: ClusterSpec, role: str | None) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardline.core.settings import REFUSE
 from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec, dtype_name
-from shardline.errors import JobError
+from shardline.errors import JobError, MismatchError
 from shardline.nn import EmbeddingTable, tables_of
 from shardline.update import wants_whole
 
@@ -234,6 +234,26 @@ def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in named_tensors(model):
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
+
+
+@torch.no_grad()
+def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load a checkpoint's parameters and buffers into a model of the same job, in place, including tied weights.
+
+    Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
+    """
+    own = {name: value for name, value in named_values(model).items() if not value.is_meta}
+    for name, target in own.items():
+        if name not in tensors:
+            raise MismatchError(f"the checkpoint has no tensor {name!r}, but the model has; is it from another job?")
+        value = tensors[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise MismatchError(
+                f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, {target.dtype} "
+                f"{tuple(target.shape)} in the model; is it from another job?"
+            )
+    for name, target in own.items():
+        target.copy_(tensors[name])
 
 
 def parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:

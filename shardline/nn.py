@@ -145,7 +145,7 @@ class EmbeddingBag(nn.Module):
 
 
 def _bags(places: Tensor, rows: Tensor, offsets: Tensor | None, mode: str, **more: Any) -> Tensor:
-    """torch's embedding_bag. Of bags of one id it takes the rows, whose backward pass is a third as long on a CPU."""
+    """Torch's embedding_bag. Of bags of one id it takes the rows, whose backward pass is a third as long on a CPU."""
     if offsets is None and places.shape[1:] == (1,) and rows.is_cpu and more.get("per_sample_weights") is None:
         return rows.index_select(0, places.view(-1))
     return functional.embedding_bag(places, rows, offsets, mode=mode, **more)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from shardline.client.api.reader import CheckpointRows
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.errors import (
     FencedError,
     JobExitError,
-    MismatchError,
     ProtocolError,
     ShardlineError,
     UnreachableError,
@@ -25,8 +25,8 @@ from shardline.errors import (
 )
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
-from shardline.model import named_values
-from shardline.nn import EmbeddingTable, tables_of
+from shardline.model import load_values
+from shardline.nn import tables_of
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.limits import MAX_SENTENCE
@@ -56,26 +56,6 @@ def next_step(orders: Orders, scored: int) -> int | None:
     return orders.checkpoint_step
 
 
-@torch.no_grad()
-def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load a checkpoint's parameters and buffers into a model of the same job, in place, including tied weights.
-
-    Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
-    """
-    own = {name: value for name, value in named_values(model).items() if not value.is_meta}
-    for name, target in own.items():
-        if name not in tensors:
-            raise MismatchError(f"the checkpoint has no tensor {name!r}, but the model has; is it from another job?")
-        value = tensors[name]
-        if value.shape != target.shape or value.dtype != target.dtype:
-            raise MismatchError(
-                f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, {target.dtype} "
-                f"{tuple(target.shape)} in the model; is it from another job?"
-            )
-    for name, target in own.items():
-        target.copy_(tensors[name])
-
-
 def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor]) -> Score:
     """Score one checkpoint. An exception in `evaluate` becomes a message: it must not end the training.
 
@@ -83,7 +63,7 @@ def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Ten
     """
     start_s = time.monotonic()
     try:
-        load(model, tensors)
+        load_values(model, tensors)
         metrics = job.score(model)
     except JobExitError:
         raise
@@ -155,19 +135,6 @@ def _tell(link: ChiefLink, error: ShardlineError) -> None:
     """Report an error to the chief that would end a restarted evaluator too."""
     if isinstance(error, UsageError):
         link.fail(str(error), error.exit_code)
-
-
-class FetchedRows:
-    """Rows of tables in a checkpoint, from the chief: the RowSource of a model that is scored."""
-
-    def __init__(self, link: ChiefLink, step: int) -> None:
-        self._link = link
-        self._step = step
-
-    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
-        """See RowSource. Raises ShardlineError."""
-        fetch = self._link.client.fetch_rows
-        return [self._link.ask(functools.partial(fetch, self._step, table.name, ids)) for table, ids in wanted]
 
 
 class Evaluator:
@@ -249,5 +216,8 @@ class Evaluator:
         except ShardlineError as error:
             return Score(step=step, failure=str(error))
         for table in tables_of(self._model).values():
-            table.source = FetchedRows(self._link, step)
+            table.source = CheckpointRows(functools.partial(self._rows, step))
         return score(self._job, self._model, step, found.tensors)
+
+    def _rows(self, step: int, table: str, ids: torch.Tensor) -> torch.Tensor:
+        return self._link.ask(functools.partial(self._link.client.fetch_rows, step, table, ids))

@@ -24,10 +24,10 @@ import click
 
 from shardline import plugins
 from shardline.cli import options
-from shardline.cluster import from_tf_config, read_spec
+from shardline.cluster import chief_address
 from shardline.core.status import ChiefStatus
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ClusterSpecError, TaskLostError, UnreachableError, UsageError
+from shardline.errors import TaskLostError, UnreachableError, UsageError
 from shardline.host.awake import awake_s
 from shardline.security import Security
 
@@ -41,15 +41,6 @@ VIEWERS = "shardline.viewers"
 PS = re.compile(r"ps/\d+")
 MOVED_S = 0.5
 """Seconds between two questions whether shards have moved."""
-
-
-def chief_address(cluster: str | None) -> str:
-    """Address of the chief in --cluster or TF_CONFIG. Raises ClusterSpecError."""
-    if cluster:
-        return read_spec(cluster).chief
-    if tf_config := os.environ.get("TF_CONFIG"):
-        return from_tf_config(tf_config).spec.chief
-    raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
 
 
 @click.command(short_help="End a running job with a checkpoint.")

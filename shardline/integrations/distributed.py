@@ -73,7 +73,7 @@ def init_process_group(**settings: Any) -> Session:
     JobError if there is a process group already.
     """
     check_no_process_group("init_process_group()")
-    session = connect(**settings)
+    session: Session = connect(**settings)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda *_: ServersGroup(_latest[-1]), devices=["cpu", "cuda"])
     _latest[:] = [session]

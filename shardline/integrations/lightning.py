@@ -71,7 +71,8 @@ class ShardlineStrategy(ParallelStrategy):
                 f"a ShardlineStrategy already trains as {ShardlineStrategy._held.config.task}, and a worker's process "
                 "trains one model: give it to one Trainer, and train the next model in a script of its own"
             )
-        self.session = ShardlineStrategy._held = shardline.connect(**settings)
+        self.session: Session = shardline.connect(**settings)
+        ShardlineStrategy._held = self.session
         super().__init__(cluster_environment=ShardlineEnvironment(self.session))
 
     # Places

@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardline import EmbeddingTable, ShardlineError, connect
+from shardline.checkpoint import find_checkpoint
+from shardline.checkpoint.manifest import step_folder
+from shardline.cli.launcher import LocalCluster
+from shardline.nn import Embedding
 from tests.e2e.support import (
     PATIENCE_S,
     TABLED,
@@ -23,14 +29,34 @@ from tests.e2e.support import (
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 
+def read_beside(out: Path, cluster: LocalCluster) -> None:
+    """Read a checkpoint of a running job as a client that is none of its tasks."""
+    ids = torch.tensor([[997, 0], [-997, 123456789]])
+    spec = cluster.options.spec(cluster.chief_address).to_json()
+    with connect(cluster=spec, read_only=True) as reader:
+        read, step = reader.rows("signs", ids), reader.step
+        assert read.shape == (2, 2, 4)
+        with pytest.raises(ShardlineError, match="no table 'sings'"):
+            reader.rows("sings", ids)
+        stored = find_checkpoint(out / "checkpoints" / step_folder(step))
+        assert torch.equal(read.view(4, 4), stored.rows("signs", ids.view(-1)))
+        layer, tensors = Embedding(EmbeddingTable("signs", 4)), reader.tensors()
+        reader.load(layer)
+        assert torch.equal(layer(ids), read) and "last.weight" in tensors
+        assert reader.refresh() == reader.step >= step
+
+
 def test_deaths_of_every_role_change_no_bit(tmp_path: Path) -> None:
     slow = {"imports": "import time", "after_loss": "time.sleep(0.02)"}
     job, out = (
-        write_job(tmp_path / "job.py", steps=60, replicas=3, checkpoint_every=10, after=TABLED, **slow),
+        write_job(
+            tmp_path / "job.py", steps=60, replicas=3, checkpoint_every=10, checkpoint_keep=9, after=TABLED, **slow
+        ),
         tmp_path / "run",
     )
     with mortal_cluster(job, out, evaluators=1) as cluster:
         wait_for_event(out, "evaluation", "^step 10: ")
+        read_beside(out, cluster)
         cluster.kill("ps/1")
         wait_for_event(out, "evaluation", "^step 30: ")
         for task in ("chief/0", "worker/1"):

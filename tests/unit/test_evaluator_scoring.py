@@ -7,8 +7,8 @@ from torch import nn
 from shardline.core.orders import Orders, Phase
 from shardline.errors import MismatchError
 from shardline.job import Job
-from shardline.model import named_values
-from shardline_evaluator.service import load, next_step, score
+from shardline.model import load_values, named_values
+from shardline_evaluator.service import next_step, score
 
 
 class Tied(nn.Module):
@@ -48,7 +48,7 @@ def test_only_committed_checkpoints_newer_than_the_last_are_scored() -> None:
 
 def test_parameters_and_buffers_are_loaded_and_tied_weights_stay_tied() -> None:
     model = Tied()
-    load(model, values_of(model))
+    load_values(model, values_of(model))
     assert torch.equal(model.head.weight, torch.full((4, 3), 2.0))
     assert model.head.weight is model.embedding.weight
     assert model.norm.running_mean is not None
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_named_and_changes_nothing(what: str) -
     else:
         tensors["norm.bias"] = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(MismatchError, match=r"norm\.bias"):
-        load(model, tensors)
+        load_values(model, tensors)
     assert all(torch.equal(tensor, before[name]) for name, tensor in named_values(model).items())
 
 

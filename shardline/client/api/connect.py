@@ -11,11 +11,13 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, overload
 
 from shardline import plugins
+from shardline.client.api.reader import Reader
 from shardline.client.api.script_job import ScriptSettings, choose_settings
 from shardline.client.api.session import Session
-from shardline.cluster import locate, wants_place
+from shardline.cluster import chief_address, locate, wants_place
 from shardline.config import (
     RoleConfig,
     environment,
@@ -43,6 +45,9 @@ _session: Session | None = None
 """The newest one; a forked child has its parent's."""
 
 
+@overload
+def connect(*, cluster: str | None = None, timeout_s: float | None = None, read_only: Literal[True]) -> Reader: ...
+@overload
 def connect(
     *,
     cluster: str | None = None,
@@ -54,8 +59,23 @@ def connect(
     timeout_s: float | None = None,
     device: str | None = None,
     name: str | None = None,
+    read_only: Literal[False] = False,
     **settings: int | float | bool | str | Resident | None,
-) -> Session:
+) -> Session: ...
+def connect(
+    *,
+    cluster: str | None = None,
+    task: str | None = None,
+    consistency: str | Resident | None = None,
+    rule: str | Resident | None = None,
+    clip_norm: float = 0.0,
+    nan_policy: str = "stop",
+    timeout_s: float | None = None,
+    device: str | None = None,
+    name: str | None = None,
+    read_only: bool = False,
+    **settings: int | float | bool | str | Resident | None,
+) -> Session | Reader:
     """Take the task in a cluster that the arguments or the environment name; call attach() next.
 
     cluster: path or text of a cluster.json, default SHARDLINE_CLUSTER or TF_CONFIG. task: "worker/0", default
@@ -63,10 +83,13 @@ def connect(
     `checkpoint_keep`, `codec`, `cadence`, `topology`, as in a job file. Omitted arguments default to
     SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then to sync, 0, no intermediate checkpoints, 60 s, cpu. They are
     part of the job: all workers must agree. Without any cluster or task, a chief and a server start in this process:
-    the session is that of a cluster of one worker.
+    the session is that of a cluster of one worker. read_only: take no task, and read the job's newest checkpoint; of
+    the other arguments only cluster and timeout_s have a meaning then.
 
-    Raises ClusterSpecError, JobError, UsageError.
+    Raises ClusterSpecError, JobError, UsageError; CheckpointError if there is no checkpoint to read yet.
     """
+    if read_only:
+        return _reader(cluster, timeout_s)
     global _session
     _check_process()
     files.check_descriptors()
@@ -75,14 +98,7 @@ def connect(
     if alone:
         cluster, task = _start_beside(beside), "worker/0"
     config = _config(cluster, task, timeout_s, device)
-    protect_output()
-    log.setup(config.task, level=logging.WARNING if alone else logging.INFO)
-    for caution in config.cautions():
-        logging.getLogger("shardline").warning("%s", caution)
-    tune_allocator()
-    if config.life_fd is not None:
-        lifeline.watch(config.life_fd)
-    wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
+    _prepare_process(config, logging.WARNING if alone else logging.INFO)
     termination = Termination()
     termination.install()
     session = _session = Session(
@@ -103,6 +119,17 @@ def connect(
     _tell_what_ends_the_script(session)
     _EndOfScript(session).register()
     return session
+
+
+def _prepare_process(config: RoleConfig, level: int) -> None:
+    protect_output()
+    log.setup(config.task, level=level)
+    for caution in config.cautions():
+        logging.getLogger("shardline").warning("%s", caution)
+    tune_allocator()
+    if config.life_fd is not None:
+        lifeline.watch(config.life_fd)
+    wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
 
 
 def _check_process() -> None:
@@ -142,12 +169,20 @@ def _start_beside(beside: contextlib.ExitStack) -> str:
     return str(servers.cluster)
 
 
-def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:
-    """The worker's settings: from the script, else from the environment."""
-    timeouts = Timeouts(
+def _timeouts(timeout_s: float | None) -> Timeouts:
+    return Timeouts(
         total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
         join_s=_number("join_timeout", Timeouts.join_s),
     )
+
+
+def _reader(cluster: str | None, timeout_s: float | None) -> Reader:
+    return Reader(chief_address(cluster or environment("cluster")), _timeouts(timeout_s), environment_security())
+
+
+def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:
+    """The worker's settings: from the script, else from the environment."""
+    timeouts = _timeouts(timeout_s)
     named, found = task or environment("task"), cluster or environment("cluster")
     secured_by = environment_security()
     if wants_place(named) == "worker":

@@ -6,6 +6,7 @@ Whole numbers, and float32 operations that are exact or round once: no library's
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -108,10 +109,10 @@ class Normal(RandomInit):
     @property
     def unit(self) -> float:
         # The variance of the ones is 40 / 4, that of the difference nearly 1 / 6.
-        return self.std * 2.0**-12 / (10 + (1 - 2.0**-24) / 6) ** 0.5
+        return self.std * 2.0**-12 / math.sqrt(10 + (1 - 2.0**-24) / 6)
 
     def units(self, bits: Bits) -> npt.NDArray[np.int32]:
-        ones = np.bitwise_count(bits >> np.uint64(24)).astype(np.int32) - np.int32(20)
+        ones: npt.NDArray[np.int32] = np.bitwise_count(bits >> np.uint64(24)).astype(np.int32) - np.int32(20)
         low = bits.astype(np.uint32).view(np.int32)
         fine = (low & np.int32(0xFFF)) - (low >> np.int32(12) & np.int32(0xFFF))
         return (ones << np.int32(12)) + fine

@@ -1,0 +1,88 @@
+"""A reader of a running job: connect(read_only=True)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from shardline.core.timeouts import Timeouts
+from shardline.errors import CheckpointError
+from shardline.model import load_values
+from shardline.nn import EmbeddingTable, tables_of
+from shardline.rpc.client import ChiefClient
+from shardline.security import Security
+
+
+class CheckpointRows:
+    """Rows of tables in a checkpoint, as the RowSource of a model. fetch: (table, ids) -> float32 [U, dim]."""
+
+    def __init__(self, fetch: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self._fetch = fetch
+
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
+        return [self._fetch(table.name, ids) for table, ids in wanted]
+
+
+class Reader:
+    """Parameters and rows of a running job at one of its checkpoints, asked of the chief.
+
+    It is no task of the cluster: no step waits for it, and its death is nobody's concern. All that it returns is of the
+    checkpoint `step` until refresh(). A method raises UnreachableError where the chief does not answer in time, and
+    CheckpointError or ProtocolError if the checkpoint has been deleted since, after which refresh() helps.
+    """
+
+    def __init__(self, chief: str, timeouts: Timeouts, security: Security) -> None:
+        """chief: its address. Raises as refresh() does."""
+        self._client = ChiefClient(chief, timeouts, security)
+        self.step = -1
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def refresh(self) -> int:
+        """Go on to the job's newest checkpoint; its step. Raises CheckpointError if there is none yet."""
+        step = self._client.status().checkpoint_step
+        if step < 0:
+            raise CheckpointError(
+                f"the job of {self._client.peer} has no checkpoint yet, so there is nothing to read; connect again "
+                "after its first one (checkpoint_every)"
+            )
+        self.step = step
+        return step
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, on the CPU; they belong to the caller."""
+        return dict(self._client.fetch_parameters(self.step).tensors)
+
+    def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table: float32 [*ids.shape, dim]. ids: int of any shape; a row that has had no gradient is as the
+        table's `init` makes it.
+        """
+        found = self._client.fetch_rows(self.step, table, ids.reshape(-1).to("cpu", torch.int64))
+        return found.view(*ids.shape, found.shape[1])
+
+    def load(self, model: nn.Module) -> None:
+        """Load parameters and buffers into a model of the job, in place; its tables then read their rows here.
+
+        Raises MismatchError, naming the tensor, if the model is another one.
+        """
+        load_values(model, self.tensors())
+        for table in tables_of(model).values():
+            table.source = CheckpointRows(self.rows)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
