@@ -57,13 +57,15 @@ def bits(values: Tensor) -> Tensor:
 # On their way
 
 
-@given(SETS, SETS, SEEDS, st.integers(1, 5))
+@given(left=SETS, right=SETS, seed=SEEDS, dim=st.integers(1, 40))
+@at_every_level
 def test_a_merge_adds_rows_on_both_sides_and_keeps_the_bits_of_others(
-    left: list[int], right: list[int], seed: int, dim: int
+    level: str | None, left: list[int], right: list[int], seed: int, dim: int
 ) -> None:
     left, right = sorted(left), sorted(right)
     a, b = numbers(seed, len(left), dim), numbers(seed + 1, len(right), dim)
-    merged = rows.merge(rows.pack(tensor(left), a), rows.pack(tensor(right), b), dim)
+    with using(level):
+        merged = rows.merge(rows.pack(tensor(left), a), rows.pack(tensor(right), b), dim)
     ids, found = rows.ids_of(merged, dim).tolist(), rows.rows_of(merged, dim)
     assert ids == sorted({*left, *right})
     sides = dict(zip(left, a, strict=True)), dict(zip(right, b, strict=True))
@@ -93,6 +95,22 @@ def test_minus_zero_of_one_row_stays() -> None:
 def test_bytes_that_are_not_whole_rows_are_refused() -> None:
     with pytest.raises(ProtocolError, match="not whole rows of dim 3, 20 bytes each"):
         rows.count(torch.zeros(51), 3)
+
+
+@given(ids=SETS, first=st.integers(0, 1023), parts=st.integers(1, 1024))
+@at_every_level
+def test_ids_are_ascending_and_of_the_buckets_parts(level: str | None, ids: list[int], first: int, parts: int) -> None:
+    ids.sort()
+    within = [key for key in ids if first <= int(rows.part_of(tensor([key]))) < first + parts]
+    refused = [wrong for wrong in (within[::-1], within[:1] * 2) if len(wrong) > 1]
+    with using(level):
+        rows.check_packed(rows.pack(tensor(within), torch.ones(len(within), 3)), 3, first, parts, "users")
+        for wrong in refused:
+            with pytest.raises(ProtocolError, match="'users': the ids of a push are not ascending"):
+                rows.check_packed(rows.pack(tensor(wrong), torch.ones(len(wrong), 3)), 3, first, parts, "users")
+        if strays := [key for key in ids if key not in within]:
+            with pytest.raises(ProtocolError, match=f"'users': id {strays[0]} belongs to another shard"):
+                rows.check_packed(rows.pack(tensor(ids), torch.ones(len(ids), 3)), 3, first, parts, "users")
 
 
 @pytest.mark.parametrize("codec", ["fp16", "lossless"])
@@ -149,8 +167,12 @@ def test_a_store_is_a_dict(level: str | None, changes: list[tuple[bool, list[int
         assert len(store) == len(expected)
         assert len(set(found[: len(expected)].tolist())) == len(expected)
         assert [slot >= 0 for slot in found.tolist()] == [key in expected for key in [*expected, *chosen]]
-        for slot, value in zip(found.tolist(), expected.values(), strict=False):
-            assert torch.equal(store.values[slot], value) and bool((store.states["n"][slot] == 7).all())
+        gathered = torch.full((len(found), dim), 9.0)
+        with using(level):
+            store.gather(found, gathered)
+        for slot, row, key in zip(found.tolist(), gathered, [*expected, *chosen], strict=True):
+            assert torch.equal(row, expected.get(key, torch.full((dim,), 9.0)))
+            assert slot < 0 or bool((store.states["n"][slot] == 7).all())
         # Slots of removed rows are used again.
         assert len(store.values) <= 2 * max(seen, 8)
         ordered, slots = store.ordered()
@@ -174,15 +196,18 @@ def test_slots_are_alike_with_and_without_the_library() -> None:
 
 
 @pytest.mark.parametrize("text", ["uniform", "normal", "uniform:seed=3,scale=2.0"])
-@given(ids=SETS, cut=st.integers(0, 40), dim=st.integers(1, 9), wider=st.integers(0, 4))
-def test_first_values_do_not_depend_on_what_they_come_with(
+@given(ids=SETS, cut=st.integers(0, 40), dim=st.integers(1, 40), wider=st.integers(0, 4))
+def test_first_values_do_not_depend_on_what_they_come_with_nor_on_the_library(
     text: str, ids: list[int], cut: int, dim: int, wider: int
 ) -> None:
     init = ROW_INITS.parse(text)
-    whole = init.rows("users", tensor(ids), dim + wider)
-    parts = [init.rows("users", tensor(part), dim) for part in (ids[cut:], ids[:cut])]
+    with using(None):
+        whole = init.rows("users", tensor(ids), dim + wider)
     assert whole.dtype is torch.float32
-    assert torch.equal(whole[:, :dim], torch.cat(parts[::-1]))
+    for level in LEVELS:
+        with using(level):
+            parts = [init.rows("users", tensor(part), dim) for part in (ids[cut:], ids[:cut])]
+        assert torch.equal(bits(whole[:, :dim]), bits(torch.cat(parts[::-1])))
 
 
 def test_first_values_differ_by_seed_table_id_and_column() -> None:
