@@ -766,25 +766,28 @@ static void sgd_row(f32 *const *rows, const f32 *g, size_t dim, const double *nu
         w[i] = w[i] - (g[i] + w[i] * decay) * rate;
 }
 
-/* A vector by name: compilers make none of so few lanes. */
-typedef double lanes4 __attribute__((vector_size(32)));
+/* Vectors by name: compilers make none of so few lanes. */
+typedef float floats8 __attribute__((vector_size(32)));
+typedef double lanes8 __attribute__((vector_size(64)));
 
 /* Of a row's gradient; in 8 lanes, which are added by halves. */
 static float mean_square(const f32 *g, size_t dim) {
-    lanes4 squares[PIECE / 4], low = {0}, high = {0};
-    for (size_t at = 0; at < dim; at += PIECE) {
-        size_t size = SMALLER((size_t)PIECE, dim - at), used = (size + 7) / 8;
-        double *to = (double *)squares;
-        memset(to + 8 * (used - 1), 0, 8 * sizeof *to);
-        for (size_t i = 0; i < size; i++)
-            to[i] = (double)g[at + i] * g[at + i];
-        for (size_t i = 0; i < used; i++) {
-            low += squares[2 * i];
-            high += squares[2 * i + 1];
-        }
+    lanes8 sums = {0};
+    floats8 some;
+    size_t at = 0;
+    for (; at + 8 <= dim; at += 8) {
+        memcpy(&some, g + at, sizeof some);
+        lanes8 wide = __builtin_convertvector(some, lanes8);
+        sums += wide * wide;
     }
-    low += high;
-    return (float)(((low[0] + low[2]) + (low[1] + low[3])) / (double)dim);
+    if (at < dim) {
+        some = (floats8){0};
+        memcpy(&some, g + at, (dim - at) * sizeof *g);
+        lanes8 wide = __builtin_convertvector(some, lanes8);
+        sums += wide * wide;
+    }
+    return (float)((((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]))) /
+                   (double)dim);
 }
 
 static void rowwise_adagrad_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
