@@ -35,7 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardline import division, methods
 from shardline.cadence import CADENCES, Rounds
-from shardline.codecs import assigned, keep_whole, of as codecs_of
+from shardline.codecs import assigned, choices_of, keep_whole, of as codecs_of
 from shardline.consistency import CONSISTENCIES, Clock, of as consistency_of
 from shardline.core.scores import MOST
 from shardline.core.settings import WORKER, JobSettings, check as check_settings, check_field, short
@@ -45,7 +45,7 @@ from shardline.errors import JobError, calling
 from shardline.fit import check_fit, check_runner, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
-from shardline.model import check_extra_state, model_tensors, pretrained
+from shardline.model import check_extra_state, make_gradients_dense, model_tensors, pretrained, sparse_weights
 from shardline.nn import tables_of
 from shardline.schedule import complete, constant
 from shardline.scheduler import GroupSettings, MakeScheduler
@@ -238,6 +238,7 @@ class Job(JobSettings):
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model() returned {short(model)}; it must return a torch.nn.Module")
+        make_gradients_dense(model)
         return model
 
     def _optimizer_of(self, groups: list[Any]) -> torch.optim.Optimizer:
@@ -288,7 +289,8 @@ class Job(JobSettings):
         settings = self.group_settings(optimizer)
         check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
+        chosen = choices_of(self, sparse_weights(model), self.codec_tensors)
+        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), chosen)
         tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
         parts = division.of(self)

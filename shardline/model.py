@@ -228,6 +228,23 @@ def described(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
+_WAS_SPARSE = "made_sparse"
+
+
+def make_gradients_dense(model: nn.Module) -> None:
+    """Have layers with `sparse=True` compute dense gradients; sparse_weights() still knows them."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            module.sparse = False
+            setattr(module, _WAS_SPARSE, True)
+
+
+def sparse_weights(model: nn.Module) -> list[str]:
+    """Names of the weights of layers that were made with `sparse=True`: their gradients are zeros but in a few rows."""
+    layers = {id(module.weight) for module in model.modules() if hasattr(module, _WAS_SPARSE)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in layers]
+
+
 def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own tensors by their first names, in the order of model_tensors; not copies."""
     found: dict[int, tuple[str, torch.Tensor]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -138,6 +139,15 @@ def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple
         return next(chosen, "") if tensor.name in trained else ""
 
     return tuple(replace(tensor, codec=choice(tensor)) for tensor in found)
+
+
+def choices_of(job: Settings, names: Iterable[str], chosen: Mapping[str, str]) -> dict[str, str]:
+    """A job's codecs by pattern, with codec `sparse` for tensors of mostly zeros, where it leaves them as they are.
+
+    names: of these tensors.
+    """
+    plain = {job.codec, job.codec_up, job.codec_down} <= {"", PLAIN.name}
+    return {**chosen, **{glob.escape(name): Sparse.name for name in names if plain}}
 
 
 def coding_of(choice: str | Codec | Settings, plan: Plan) -> JobCoding:

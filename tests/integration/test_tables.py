@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -55,6 +56,10 @@ class Clicks(nn.Module):
 
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+def bag_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1])
 
 
 def table_job(rule: str = ROWWISE, **changes: Any) -> Job:
@@ -257,6 +262,22 @@ def test_a_step_moves_the_rows_that_its_batch_names_and_no_others() -> None:
     named = steps * rows
     assert sum(tally.push_wire_bytes for tally in tallies) == pytest.approx(named * (8 + 4 * dim), rel=0.05)
     assert sum(tally.pull_wire_bytes for tally in tallies) == pytest.approx(named * 4 * dim, rel=0.05)
+
+
+def test_a_plain_embedding_with_sparse_gradients_sends_what_is_not_zero() -> None:
+    rows, dim = 5000, 8
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(rows, dim, mode="sum", sparse=True), nn.Linear(dim, 1))
+
+    job = make_job(model=model, dataset=lambda: TensorDataset(clicks()[:][0] % rows, clicks()[:][1]), loss=bag_loss)
+    with Cluster(job, ps=2, lane="tcp") as cluster:
+        cluster.train([[0, 1], [2]])
+        pushed = sum(host.store.traffic.push_wire_bytes for host in cluster.hosts)
+        assert_same_end(cluster.state(), reference(job))
+    assert pushed < 0.1 * 3 * job.steps * rows * dim * 4
+    coded = dataclasses.replace(job, codec="bf16")
+    assert not any(tensor.codec for tensor in coded.spec(coded.build_model()).tensors)
 
 
 def test_what_a_table_can_not_be_is_said_with_its_name() -> None:

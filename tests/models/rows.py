@@ -370,7 +370,7 @@ ROWS = [
     ),
     Row(
         "sparse gradients (`nn.Embedding(sparse=True)`)",
-        "refused: `has layout torch.sparse_coo; Shardline supports only dense gradients`",
+        "as in PyTorch with `sparse=False`; they are sent without their zeros where the job has no codec",
         {"sparse": job(lambda: Bag(sparse=True), optimizer_args={"lr": 0.05})},
     ),
     Row(

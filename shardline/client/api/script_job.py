@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardline import consistency, methods
+from shardline.codecs import assigned, choices_of
 from shardline.core.settings import KINDS, REFUSE, Setting, Settings, check, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
-from shardline.model import check_extra_state, model_tensors, pretrained
+from shardline.model import check_extra_state, make_gradients_dense, model_tensors, pretrained, sparse_weights
 from shardline.update import check_tensors, rule_from_optimizer
 
 SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))
@@ -65,6 +66,7 @@ def script_spec(
     mode = consistency.of(script.consistency)
     rule = rule_from_optimizer(optimizer, method=script.rule)
     module = model if isinstance(model, nn.Module) else TensorHolder(model)
+    make_gradients_dense(module)
     settings = dict(script.settings)
     check_extra_state(module, str(settings.get("extra_state", REFUSE)))
     tensors = model_tensors(module, optimizer.param_groups, rule=rule)
@@ -82,7 +84,8 @@ def script_spec(
         script=True,
         pretrained=pretrained(model),
     )
-    job = divide(job)
+    chosen = choices_of(job, sparse_weights(module), {})
+    job = divide(replace(job, tensors=assigned(tensors, chosen)))
     check_fit(job)
     return job
 

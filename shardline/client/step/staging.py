@@ -216,8 +216,8 @@ class GradientStaging:
             if gradient.layout != torch.strided:
                 raise JobError(
                     f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
-                    "supports only dense gradients: create its layer with sparse=False, take shardline.nn.Embedding or "
-                    "EmbeddingBag, which exchange the rows of a step alone, or pass its to_dense()"
+                    "supports only dense gradients: pass its to_dense(), or take shardline.nn.Embedding, which sends "
+                    "the rows of a step alone"
                 )
         after = [self._host.mark()] if self._host is not None else ()
 
