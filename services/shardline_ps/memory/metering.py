@@ -49,7 +49,7 @@ class Meter:
     def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
         self._metrics = metrics
         self._store = store
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[object, ...], int] = {}
         self._held_standbys: set[int] = set()
         self._followed: set[int] = set()
         """Shards whose standbys have gauges, here and elsewhere."""
@@ -109,10 +109,18 @@ class Meter:
     def _kept_waiting(self, wait_s: float) -> None:
         self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
 
-    def _raise_to(self, name: str, total: int) -> None:
+    def _raise_to(self, name: str, total: int, **labels: str | int) -> None:
         """Raise a counter to a total kept elsewhere."""
-        self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
-        self._seen[name] = max(total, self._seen.get(name, 0))
+        key = name, *labels.values()
+        self._metrics.counter(name, **labels).inc(max(0, total - self._seen.get(key, 0)))
+        self._seen[key] = max(total, self._seen.get(key, 0))
+
+    def _table(self, shard: int, bucket: TableBucket) -> None:
+        labels: dict[str, str | int] = {"shard": shard, "table": bucket.table}
+        self._metrics.gauge("shardline_table_rows", **labels).set(len(bucket.store))
+        for reason, number in bucket.population.refused.items():
+            self._raise_to("shardline_table_refused_total", number, **labels, reason=reason)
+        self._raise_to("shardline_table_evicted_total", bucket.population.evicted, **labels)
 
     def _standbys(self, reply: Any) -> None:
         """Set the gauges for the standbys held here and the lag of this ps's own; 0 for those that are gone."""
@@ -140,7 +148,7 @@ class Meter:
             for number, shard in self._store.shards.items():
                 for bucket in shard.buckets:
                     if isinstance(bucket, TableBucket):
-                        metrics.gauge("shardline_table_rows", shard=number, table=bucket.table).set(len(bucket.store))
+                        self._table(number, bucket)
             if reply.shards:
                 metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
                 self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))
