@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Counters = npt.NDArray[np.uint8]
 
-_PER_ID, _LEAST = 8, 64
+_PER_ID, _LEAST = 9, 64
 """Counters per expected id, and those of a part of the table at least."""
 _NUMBERS: npt.NDArray[np.uint64] = np.arange(5).astype(np.uint64)
 """Of the counters that an id has."""
@@ -71,10 +71,10 @@ class Always(Admission):
 
 @dataclass(frozen=True)
 class After(Admission):
-    """An id gets its row in the `count`-th step that names it; 8 bytes for each of `ids` different ids count them.
+    """An id gets its row in the `count`-th step that names it; 9 bytes for each of `ids` different ids count them.
 
     A counting Bloom filter (Fan et al., "Summary Cache", 2000) with conservative update (Estan and Varghese, 2002): an
-    id is never late. Of new ones 2 % or less are early, as long as no more than `ids` have been seen.
+    id is never late. Of new ones at most 1.5 % are a step early, until more than `ids` have been seen.
     """
 
     name: ClassVar[str] = "after"
