@@ -81,7 +81,7 @@ class EmbeddingTable(nn.Module):
                 f"table {name!r} has max_rows={max_rows}; its {PARTS} parts share them, so give at least {PARTS}, or "
                 "None for any number"
             )
-        self.max_rows = max_rows
+        self.max_rows = max_rows if max_rows is None else int(max_rows)
         self.source: RowSource = InitialRows()
         self.placeholder = torch.empty(PARTS, dim, device="meta")
         """Stands for the rows among the model's tensors."""

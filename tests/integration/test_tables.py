@@ -24,8 +24,8 @@ from shardline.job import Job
 from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
+from shardline_chief.io.summary import tables
 from shardline_lab.comparison.plain import PlainTraining
-from shardline_ps.shard.shard import Shard
 from tests.support.checkpoints import cut_of
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import make_job
@@ -81,7 +81,7 @@ class Bounded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         aged = EmbeddingTable("aged", 2, admit="probability:p=0.5", evict="age:steps=2,every=2")
-        bounds = {"admit": "after:count=2,ids=1000", "evict": "norm:least=0.08,every=3"}
+        bounds: dict[str, Any] = {"admit": "after:count=2,ids=1000", "evict": "norm:least=0.08,every=3"}
         few = EmbeddingTable("few", 3, init="normal:std=0.05", max_rows=PARTS, **bounds)
         self.aged, self.few, self.last = EmbeddingBag(aged), EmbeddingBag(few), nn.Linear(5, 1)
 
@@ -121,10 +121,6 @@ def assert_same_tables(cluster: Cluster, expected: ReferenceResult) -> None:
 @functools.cache
 def expected_end(rule: str = ROWWISE) -> ReferenceResult:
     return reference(table_job(rule))
-
-
-def tables_in(shard: Shard) -> list[TableBucket]:
-    return [bucket for bucket in shard.buckets if isinstance(bucket, TableBucket)]
 
 
 @pytest.mark.parametrize("lane", ["grpc", "tcp"])
@@ -187,11 +183,13 @@ def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list
     with Cluster(bounded_job(), ps=3) as cluster:
         cluster.train(ownership)
         assert_same_tables(cluster, bounded_end())
-        populations = [held.population for shard in cluster.shards for held in tables_in(shard)]
-        assert sum(held.refused["cap"] for held in populations) > 100, "the cap was not reached"
-        assert sum(held.refused["below_admission"] for held in populations) > 1000
-        assert min(sum(held.evicted for held in populations[at::2]) for at in (0, 1)) > 30, "no row was evicted"
-        assert len(bounded_end().params["few.ids"]) < PARTS
+        # As they are told at the end of a run.
+        found = tables([shard for control in cluster.controls for shard in control.status().shards])
+        assert found.keys() == {"aged", "few"}
+        for name, counts in found.items():
+            assert counts["rows"] == len(bounded_end().params[f"{name}.ids"])
+            assert counts["below_admission"] > 1000 and counts["evicted"] > 30
+            assert (counts["cap"] > 100) == (name == "few")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -379,14 +377,15 @@ def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
         EmbeddingTable("users", 2, rule="rowise-adagrad")
     with pytest.raises(JobError, match=r"table 'users': admit 'aftr' does not exist.*did you mean 'after'"):
         EmbeddingTable("users", 2, admit="aftr:count=2")
-    for bounds, words in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"evict": "age:steps=0"}, "eviction age: steps is 0; give a number at least 1"),
         ({"evict": "norm:every=0"}, "eviction norm: every is 0"),
         ({"admit": "after:count=256"}, "admission after: count is 256; give a number from 1 to 255"),
         ({"admit": "after:ids=0"}, "admission after: ids is 0"),
         ({"admit": "probability:p=1.5"}, "admission probability: p is 1.5; give a number from 0 to 1"),
         ({"max_rows": 0}, "table 'users' has max_rows=0; its 1024 parts share them, so give at least 1024, or None"),
-    ):
+    ]
+    for bounds, words in wrong:
         with pytest.raises(JobError, match=re.escape(words)):
             EmbeddingTable("users", 2, **bounds)
     job = make_job(model=lambda: Embedding(EmbeddingTable("users", 2)))

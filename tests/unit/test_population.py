@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from shardline.model import table_spec
 from shardline.nn import EmbeddingTable
 from shardline.observability.metrics import Metrics
 from shardline.rpc.messages.convert import tensor_from_proto, tensor_to_proto
+from shardline.rpc.v1 import parameter_server_pb2
 from shardline.storage.population import Population
 from shardline.storage.table import TableBucket
 from shardline.update.rows import ROW_ADMISSIONS
@@ -242,10 +242,8 @@ def test_a_row_of_the_step_before_may_be_missing_only_where_rows_are_evicted() -
 
 
 def test_a_table_without_bounds_is_written_as_before_there_were_any() -> None:
-    plain, bounded = (
-        table_spec(EmbeddingTable("users", DIM, **bounds))
-        for bounds in ({}, {"admit": "after:count=2", "evict": "age:steps=5", "max_rows": 5000})
-    )
+    made = EmbeddingTable("users", DIM, admit="after:count=2", evict="age:steps=5", max_rows=5000)
+    plain, bounded = table_spec(EmbeddingTable("users", DIM)), table_spec(made)
     assert (plain.admit, plain.evict, plain.max_rows) == ("", "", 0)
     (written,) = job_to_json(job_of((plain,)))["tensors"]
     assert not {"admit", "evict", "max_rows"} & written.keys()
@@ -260,21 +258,19 @@ def test_a_table_without_bounds_is_written_as_before_there_were_any() -> None:
 
 def test_counts_of_tables_are_told_with_every_heartbeat() -> None:
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
-    (bucket,) = buckets_of(make_plan([table(admit="after:count=2,ids=9", evict="age:steps=1,every=3")], 1))
-    store.shards = {0: SimpleNamespace(log=None, buckets=[bucket])}  # type: ignore[dict-item]
-    store.held_by_kind = dict  # type: ignore[method-assign]
-    observe = Meter(metrics, store).observed(lambda: SimpleNamespace(shards=[], standbys=[]))
+    counts = {"rows": 5, "below_admission": 9, "cap": 1, "evicted": 2}
+    held = parameter_server_pb2.TableStatus(table="users", **counts)
+    reply = parameter_server_pb2.PsStatusReply(shards=[parameter_server_pb2.ShardStatus(tables=[held])])
+    observe = Meter(metrics, store).observed(lambda: reply)
 
     def told(name: str, **labels: str) -> float | None:
         labels |= {"task": "ps/0", "shard": "0", "table": "users"}
         return metrics.registry.get_sample_value(f"shardline_table_{name}", labels)
 
-    for step, expected in enumerate([(0, 3, 0), (3, 3, 0), (0, 4, 3)]):
-        ids = torch.tensor([1, 2, 3] if step < 2 else [4])
-        bucket.apply(gradient_of(bucket, ids, step))
+    for rows, cap in ((5, 1), (4, 1), (4, 3)):
+        reply.shards[0].tables[0].rows, reply.shards[0].tables[0].cap = rows, cap
         observe()
-        rows, refused, evicted = expected
-        assert told("rows") == rows and told("evicted_total") == evicted
-        assert told("refused_total", reason="below_admission") == refused
-        assert told("refused_total", reason="cap") == 0
+        assert told("rows") == rows and told("evicted_total") == 2
+        assert told("refused_total", reason="below_admission") == 9
+        assert told("refused_total", reason="cap") == cap
     store.close()

@@ -14,7 +14,7 @@ from shardline.observability.metrics import Metrics, Spread
 from shardline.rpc.v1 import common_pb2
 from shardline.server.admission import outcome_name
 from shardline.server.incoming_push import PushResult
-from shardline.storage.table import TableBucket
+from shardline.storage.population import BELOW_ADMISSION, CAP
 from shardline_ps.store import ParameterStore
 
 Key = TypeVar("Key")
@@ -115,12 +115,12 @@ class Meter:
         self._metrics.counter(name, **labels).inc(max(0, total - self._seen.get(key, 0)))
         self._seen[key] = max(total, self._seen.get(key, 0))
 
-    def _table(self, shard: int, bucket: TableBucket) -> None:
-        labels: dict[str, str | int] = {"shard": shard, "table": bucket.table}
-        self._metrics.gauge("shardline_table_rows", **labels).set(len(bucket.store))
-        for reason, number in bucket.population.refused.items():
-            self._raise_to("shardline_table_refused_total", number, **labels, reason=reason)
-        self._raise_to("shardline_table_evicted_total", bucket.population.evicted, **labels)
+    def _table(self, shard: int, held: Any) -> None:
+        labels: dict[str, str | int] = {"shard": shard, "table": held.table}
+        self._metrics.gauge("shardline_table_rows", **labels).set(held.rows)
+        for reason in (BELOW_ADMISSION, CAP):
+            self._raise_to("shardline_table_refused_total", getattr(held, reason), **labels, reason=reason)
+        self._raise_to("shardline_table_evicted_total", held.evicted, **labels)
 
     def _standbys(self, reply: Any) -> None:
         """Set the gauges for the standbys held here and the lag of this ps's own; 0 for those that are gone."""
@@ -145,10 +145,8 @@ class Meter:
             for item in reply.shards:
                 metrics.gauge("shardline_shard_version", shard=item.shard).set(item.version)
                 metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
-            for number, shard in self._store.shards.items():
-                for bucket in shard.buckets:
-                    if isinstance(bucket, TableBucket):
-                        self._table(number, bucket)
+                for held in item.tables:
+                    self._table(item.shard, held)
             if reply.shards:
                 metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
                 self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))
