@@ -87,9 +87,9 @@ class Population:
     def _full(self, number: int, step: int) -> None:
         if not self.refused[CAP]:
             log.warning(
-                "table %r is full (max_rows=%d): from step %d on new ids get no row here, and their gradients are "
-                "dropped, until rows are evicted; rows that exist are trained as before. Raise max_rows, or choose "
-                'evict="age"',
+                "table %r has no room for some new ids (max_rows=%d): from step %d on they get no row, and their "
+                "gradients are dropped, until rows are evicted; rows that exist are trained as before. Raise max_rows, "
+                'or choose evict="age"',
                 self._table,
                 self._most,
                 step,

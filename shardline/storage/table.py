@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -124,8 +123,9 @@ class TableBucket(Bucket):
         return changed or evicted
 
     def _update(self, total: Partial) -> None:
-        assert total.values is not None
-        ids = ids_of(total.values, self.dim)
+        packed = total.values
+        assert packed is not None
+        ids = ids_of(packed, self.dim)
         slots = self.store.find(ids)
         new = slots < 0
         if bool(new.any()):
@@ -133,16 +133,15 @@ class TableBucket(Bucket):
             kept[new] = self.population.admit(ids[new], self.step)
             if not bool(kept.all()):
                 ids, slots, new = ids[kept], slots[kept], new[kept]
-                total = replace(total, values=pack(ids, total.numbers[kept]))
-                assert total.values is not None
+                packed = pack(ids, rows_of(packed, self.dim)[kept])
             slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
         if self._undoes:
-            self._before = torch.empty_like(total.values)
+            self._before = torch.empty_like(packed)
             ids_of(self._before, self.dim).copy_(ids)
             self.store.gather(slots, rows_of(self._before, self.dim))
         factor = schedules.factor(self._schedule, self.step)
         self._changed = slots
-        self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
+        self._rows_rule.apply(self.store, slots, rows_of(packed, self.dim), factor=factor)
         self.population.touch(self.store, slots, self.step)
 
     def _evict(self) -> bool:

@@ -144,7 +144,7 @@ def test_a_full_table_trains_the_rows_that_it_has_and_says_so_once(caplog: pytes
         bucket.apply(gradient_of(bucket, others, 2))
     assert len(bucket.store) == PARTS + 500 and bucket.population.refused["cap"] == 2 * refused
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "table 'users' is full (max_rows=1524): from step 1 on new ids get no row" in said
+    assert "table 'users' has no room for some new ids (max_rows=1524): from step 1 on they get no row" in said
     assert "Raise max_rows, or choose evict=" in said
     # Rows that were there are there: trained where they had a gradient, and else as they were.
     assert bool((bucket.store.find(first) >= 0).all())
