@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -27,6 +28,8 @@ from shardline.update.rows import ROW_ADMISSIONS
 from shardline_ps.memory.metering import Meter
 from shardline_ps.store import ParameterStore
 from tests.support.checkpoints import job_of, spec
+from tests.unit.test_native import using
+from tests.unit.test_rows import LEVELS
 
 DIM = 2
 STEPS = st.lists(st.lists(st.integers(0, 60), max_size=30, unique=True).map(sorted), max_size=12)
@@ -113,6 +116,20 @@ def test_an_id_is_admitted_alike_whatever_it_comes_with(admit: str, chosen: list
         for side, half in zip(sides, halves, strict=True):
             assert torch.equal(half.admit(ids[side], step), expected[side])
     assert expected.all() or admit.startswith("probability")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_counted_and_drawn_has_known_bits(level: str | None) -> None:
+    """Checkpoints have the counters, and other machines go on with them."""
+    ids = torch.arange(-50, 50)
+    with using(level):
+        counting, drawing = whole(admit="after:count=3,ids=100000"), whole(admit="probability:p=0.5,seed=7")
+        for step in range(2):
+            assert not counting.admit(ids[: 60 + 40 * step], step).any()
+        counters = counting.counters()
+        assert counters is not None
+        assert hashlib.sha256(counters.numpy()).hexdigest()[:16] == "aa832b2442bc0ac4"
+        assert drawing.admit(ids[:16], 3).int().tolist() == [0, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
 def test_probability_is_the_share_of_ids_and_of_steps() -> None:

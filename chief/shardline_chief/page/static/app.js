@@ -192,7 +192,7 @@ function shards(view) {
         { text: shard.waiting_for.length ? `replica ${ranges(shard.waiting_for)}` : "", kind: "soft" },
         standby(shard),
         { text: bytes(shard.bytes), share: shard.share },
-        { ...number(bytes(shard.held_bytes)), title: shard.tables.map(rows).join("\n") },
+        { ...number(bytes(shard.held_bytes)), title: (shard.tables ?? []).map(rows).join("\n") },
         number(count(shard.version)),
         number(shard.staleness ? `${figure(shard.staleness, 3)}, at most ${count(shard.staleness_max)}` : figure(shard.staleness, 3)),
       ],
