@@ -19,6 +19,7 @@ from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError, MismatchError
 from shardline.nn import EmbeddingTable, tables_of
 from shardline.update import wants_whole
+from shardline.update.rows.turnover import Always, Never
 
 
 def model_tensors(
@@ -89,6 +90,9 @@ def table_spec(table: EmbeddingTable) -> TensorSpec:
         kind=TensorKind.TABLE,
         rule=table.rule,
         init=table.init,
+        admit="" if table.admit == Always.name else table.admit,
+        evict="" if table.evict == Never.name else table.evict,
+        max_rows=table.max_rows or 0,
     )
 
 

@@ -19,7 +19,16 @@ from torch.nn import functional
 
 from shardline.core.rows import PARTS, pack, summed
 from shardline.errors import JobError
-from shardline.update.rows import ROW_INITS, ROW_RULES, RowInit, RowRule
+from shardline.update.rows import (
+    ROW_ADMISSIONS,
+    ROW_EVICTIONS,
+    ROW_INITS,
+    ROW_RULES,
+    Admission,
+    Eviction,
+    RowInit,
+    RowRule,
+)
 
 
 class RowSource(Protocol):
@@ -41,7 +50,9 @@ class EmbeddingTable(nn.Module):
 
     name: unique in the model; checkpoints keep the rows under it. rule: updates the rows that had a gradient, and no
     others; see docs/tables.md. init: the values of a row before its first gradient, a function of its id alone.
-    num_ids: ids are below it and not negative, which is checked; None = any.
+    num_ids: ids are below it and not negative, which is checked; None = any. admit: which ids get a row; the others'
+    gradients are dropped, and they stay as `init` says. evict: which rows are removed. max_rows: rows at most, of which
+    each of the table's 1,024 parts has an equal share; where it is full, new ids get none. None = any number.
     """
 
     def __init__(
@@ -52,14 +63,25 @@ class EmbeddingTable(nn.Module):
         rule: str | RowRule = "rowwise-adagrad",
         init: str | RowInit = "uniform",
         num_ids: int | None = None,
+        admit: str | Admission = "always",
+        evict: str | Eviction = "never",
+        max_rows: int | None = None,
     ) -> None:
-        """Raises JobError for an unknown rule or init, or a dim below 1."""
+        """Raises JobError for an unknown rule, init, admission or eviction, a dim below 1, or max_rows below 1,024."""
         super().__init__()
         if not name or dim < 1:
             raise JobError(f"table {name!r} has dim {dim}; a table has a name, and a dim of at least 1")
         self.name, self.dim, self.num_ids = name, dim, num_ids
         self.rule = str(ROW_RULES.parse(rule, f"table {name!r}: rule"))
         self.init = str(ROW_INITS.parse(init, f"table {name!r}: init"))
+        self.admit = str(ROW_ADMISSIONS.parse(admit, f"table {name!r}: admit"))
+        self.evict = str(ROW_EVICTIONS.parse(evict, f"table {name!r}: evict"))
+        if max_rows is not None and max_rows < PARTS:
+            raise JobError(
+                f"table {name!r} has max_rows={max_rows}; its {PARTS} parts share them, so give at least {PARTS}, or "
+                "None for any number"
+            )
+        self.max_rows = max_rows if max_rows is None else int(max_rows)
         self.source: RowSource = InitialRows()
         self.placeholder = torch.empty(PARTS, dim, device="meta")
         """Stands for the rows among the model's tensors."""
@@ -67,7 +89,8 @@ class EmbeddingTable(nn.Module):
         """Ids and rows of the passes since the last take()."""
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, dim={self.dim}, rule={self.rule!r}, init={self.init!r}"
+        bounds = f"admit={self.admit!r}, evict={self.evict!r}, max_rows={self.max_rows}"
+        return f"{self.name!r}, dim={self.dim}, rule={self.rule!r}, init={self.init!r}, {bounds}"
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows (float32 [U, dim]) of the unique ids of an int tensor of any shape, and the place of each id among them.

@@ -29,6 +29,7 @@ from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.messages.status import STANDBY_STATES, choices_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.incoming_push import PushResult
+from shardline.storage.table import TableBucket
 from shardline_ps.control.authority import Term
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
@@ -93,6 +94,16 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
         standby_silent_s=standby.silent_s,
         standby_problem=standby.problem,
         choices=choices_to_proto(made) if made is not None else None,
+        tables=[
+            parameter_server_pb2.TableStatus(
+                table=bucket.table,
+                rows=len(bucket.store),
+                evicted=bucket.population.evicted,
+                **bucket.population.refused,
+            )
+            for bucket in shard.buckets
+            if isinstance(bucket, TableBucket)
+        ],
     )
 
 

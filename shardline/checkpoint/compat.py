@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,11 +54,16 @@ def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
     """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
     before, after = (flattened(_whole(one)) for one in (stored, job))
     return {
-        path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
+        path: f"{path}: {_shown(after, path)} in the job, {_shown(before, path)} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
         # Fragments follow from the cadence, and from who computes what.
         if before.get(path, "absent") != after.get(path, "absent") and not path.endswith(".fragment")
     }
+
+
+def _shown(values: Mapping[str, Any], path: str) -> Any:
+    value = values.get(path, "")
+    return "absent" if value == "" else value
 
 
 def _whole(job: JobSpec) -> JobSpec:

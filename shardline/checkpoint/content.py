@@ -10,6 +10,7 @@ Of a table, the number after "@" is that of a part, and the rows are those of a 
     state/ids/<table>@<part>      int64 [n]
     value/<table>@<part>          [n, dim]
     state/<state>/<table>@<part>  [n, width]
+    state/filter/<table>@<part>   uint8 [parts, counters], if the table's admission counts
 
 No key or value depends on offsets, buckets or the number of shards, so any plan can read them.
 """
@@ -30,7 +31,7 @@ from shardline.core.plan import BucketSpec, Plan, Slice, quantum_rows
 from shardline.core.rows import part_of
 from shardline.core.spec import DTYPE_NAMES, DTYPES, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError
-from shardline.storage.table import IDS, check_image, row_widths
+from shardline.storage.table import FILTER, IDS, check_image, row_widths
 from shardline.update import chosen
 
 STATE = "state"
@@ -137,6 +138,8 @@ def _table_entries(image: BucketImage, piece: Slice, table: TensorSpec) -> Entri
     for name, width in row_widths(table).items():
         key = Key(VALUE if name == VALUE else STATE, "" if name == VALUE else name, table.name, piece.first_row)
         entries[key] = image.tensors[name].view(len(ids), width)
+    if FILTER in image.tensors:
+        entries[Key(STATE, FILTER, table.name, piece.first_row)] = image.tensors[FILTER].view(piece.rows, -1)
     return entries
 
 
@@ -201,7 +204,8 @@ class ContentDigest:
             tensor = self._tensors[key.tensor]
             if tensor.kind is TensorKind.TABLE:
                 ids = entries[Key(STATE, IDS, key.tensor, key.first_row)]
-                for number, data in self._parts_of_table(ids, part):
+                numbers = key.first_row + torch.arange(len(part)) if key.state == FILTER else part_of(ids)
+                for number, data in self._parts_of_table(numbers, part):
                     self._parts[key.what, key.state, key.tensor, number] = data
                 continue
             held = rows[key.tensor, key.first_row]
@@ -213,10 +217,10 @@ class ContentDigest:
                 self._parts[key.what, key.state, key.tensor, first + number] = data
 
     @staticmethod
-    def _parts_of_table(ids: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, bytes]]:
-        """(part, digest) of each part of a table that has rows."""
+    def _parts_of_table(parts: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, bytes]]:
+        """(part, digest) of each part of a table that has rows. parts: that of each row, ascending."""
         head = DTYPE_NAMES[rows.dtype].encode()
-        numbers, counts = torch.unique_consecutive(part_of(ids), return_counts=True)
+        numbers, counts = torch.unique_consecutive(parts, return_counts=True)
         end = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             begin, end = end, end + count

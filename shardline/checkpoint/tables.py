@@ -18,11 +18,13 @@ from shardline.checkpoint.content import STATE, stored_dtype
 from shardline.checkpoint.stored import StoredRows
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Slice
-from shardline.core.rows import part_of
+from shardline.core.rows import PARTS, part_of
 from shardline.core.spec import TensorSpec
 from shardline.errors import CheckpointError
-from shardline.storage.table import IDS, row_widths
+from shardline.storage.population import filter_width
+from shardline.storage.table import FILTER, IDS, row_widths
 from shardline.update.rows import ROW_INITS
+from shardline.update.rows.turnover import TOUCHED
 
 _LEAST_ID = torch.iinfo(torch.int64).min
 
@@ -41,7 +43,11 @@ class StoredTable:
         self._firsts = torch.tensor(firsts)
         self._init = ROW_INITS.parse(spec.init)
         widths = row_widths(spec)
-        kinds = {name: (VALUE, "") if name == VALUE else (STATE, name) for name in (IDS, *widths)}
+        forms = {IDS: ("int64", ()), **{name: (spec.dtype, (width,)) for name, width in widths.items()}}
+        if counters := filter_width(spec):
+            forms[FILTER] = "uint8", (counters,)
+        kinds = {name: (VALUE, "") if name == VALUE else (STATE, name) for name in forms}
+        parts = torch.diff(torch.tensor([*firsts, PARTS])).tolist()
         if stray := held.keys() - set(kinds.values()):
             name = min(state or what for what, state in stray)
             raise CheckpointError(
@@ -55,9 +61,9 @@ class StoredTable:
                     f"{where} has not {name!r} of all parts of table {spec.name!r}: those from parts {missing} on are "
                     "missing"
                 )
-            for entry, ids in zip(entries, held[STATE, IDS], strict=True):
-                shape = (ids.rows,) if name == IDS else (ids.rows, widths[name])
-                dtype = stored_dtype("int64" if name == IDS else spec.dtype)
+            for entry, ids, number in zip(entries, held[STATE, IDS], parts, strict=True):
+                shape = (number if name == FILTER else ids.rows, *forms[name][1])
+                dtype = stored_dtype(forms[name][0])
                 if (entry.shape, entry.dtype) != (shape, dtype):
                     raise CheckpointError(
                         f"{entry.file.path}: {entry.key!r} is {entry.dtype} {entry.shape}; rule {spec.rule!r} of dim "
@@ -96,20 +102,39 @@ class StoredTable:
         return self.find(torch.arange(rows))[0]
 
     def image(self, head: BucketImage, bucket: Slice, wanted: TensorSpec) -> BucketImage:
-        """`head` filled with the rows of a bucket's parts. Raises CheckpointError for another dim or rule's states."""
+        """`head` filled with the rows of a bucket's parts. Raises CheckpointError for another dim or rule's states.
+
+        Admission and eviction may be other ones than before: an id's steps, and a row's age, are counted from here.
+        """
         ours, theirs = row_widths(self.spec), row_widths(wanted)
-        if ours != theirs:
+        if ours | {TOUCHED: 1} != theirs | {TOUCHED: 1}:
             raise CheckpointError(
                 f"table {wanted.name!r} has rule {self.spec.rule!r} and rows of {ours} elements in the checkpoint, "
                 f"{wanted.rule!r} and {theirs} in the plan"
             )
         ends = torch.tensor([bucket.first_row, bucket.first_row + bucket.rows])
-        found: dict[str, list[Tensor]] = {name: [] for name in (VALUE, IDS, *ours)}
+        found: dict[str, list[Tensor]] = {name: [] for name in (IDS, *theirs) if name == IDS or name in ours}
         for piece in self._pieces:
             start, stop = _places(piece[IDS], ends, torch.full((2,), _LEAST_ID)).tolist()
             for name, parts in found.items():
                 parts.append(piece[name][start:stop].reshape(-1))
-        return dataclasses.replace(head, tensors={name: torch.cat(parts) for name, parts in found.items()})
+        tensors = {name: torch.cat(parts) for name, parts in found.items()}
+        if TOUCHED in theirs and TOUCHED not in ours:
+            tensors[TOUCHED] = torch.full((len(tensors[IDS]),), head.step, dtype=torch.int32).view(torch.float32)
+        if counters := filter_width(wanted):
+            tensors[FILTER] = self._counters(bucket, counters)
+        return dataclasses.replace(head, tensors=tensors)
+
+    def _counters(self, bucket: Slice, width: int) -> Tensor:
+        """What the admission has counted of a bucket's parts: uint8, flat; zeros where it had another width."""
+        if filter_width(self.spec) != width:
+            return torch.zeros(bucket.rows * width, dtype=torch.uint8)
+        starts = (bucket.first_row - self._firsts).tolist()
+        held = [
+            piece[FILTER][max(0, start) : max(0, start + bucket.rows)]
+            for start, piece in zip(starts, self._pieces, strict=True)
+        ]
+        return torch.cat(held).view(-1)
 
 
 def _places(stored: Tensor, parts: Tensor, ids: Tensor) -> Tensor:

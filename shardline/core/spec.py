@@ -102,6 +102,12 @@ class TensorSpec:
     """Of a table: the update rule of its rows, see update.rows; "" of other tensors."""
     init: str = ""
     """Of a table: the values of rows without an update."""
+    admit: str = ""
+    """Of a table: which ids get a row, see update.rows; "" = all."""
+    evict: str = ""
+    """Of a table: which rows are removed; "" = none."""
+    max_rows: int = 0
+    """Of a table: rows at most; 0 = any number."""
 
     @property
     def elements(self) -> int:

@@ -57,6 +57,20 @@ class StandbyStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """Rows of a table in a shard, and what its server has counted since it has the shard."""
+
+    table: str
+    rows: int = 0
+    below_admission: int = 0
+    """Gradients dropped of ids that were not admitted."""
+    cap: int = 0
+    """Gradients dropped of ids for which there was no room."""
+    evicted: int = 0
+    """Rows removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     shard: int
     step_min: int = 0
@@ -82,6 +96,7 @@ class ShardStatus:
     standby_problem: str = ""
     choices: Choices = field(default_factory=Choices)
     """Of the closed steps that the chief may not have noted yet; only the lead reports them."""
+    tables: tuple[TableStatus, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

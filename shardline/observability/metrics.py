@@ -133,6 +133,14 @@ TABLE: tuple[MetricSpec, ...] = (
     _gauge("shardline_shard_version", "ps", "shard", "Optimizer applications of a shard", unit="updates"),
     _gauge("shardline_shard_step", "ps", "shard", "Lowest step among a shard's buckets", unit="steps"),
     _gauge("shardline_table_rows", "ps", "shard table", "Rows of an embedding table in a shard"),
+    _counter(
+        "shardline_table_refused_total",
+        "ps",
+        "shard table reason",
+        "Gradients dropped since their ids have no row: below the table's admission, or at its cap",
+        unit="gradients",
+    ),
+    _counter("shardline_table_evicted_total", "ps", "shard table", "Rows removed by the table's eviction", unit="rows"),
     _gauge("shardline_ps_standby_synced", "ps", "shard", "Whether the standby on this ps can take over", unit="0 or 1"),
     _gauge("shardline_ps_standby_bytes", "ps", "shard", "Memory of the standby on this ps"),
     _gauge(

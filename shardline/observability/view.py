@@ -24,6 +24,7 @@ from shardline.core.status import (
     EventStatus,
     StageStatus,
     StepMeans,
+    TableStatus,
     TaskStatus,
     Traffic,
     Usage,
@@ -86,6 +87,7 @@ class ShardView:
     """One of STANDBY_WORDS."""
     standby_problem: str
     """Why it is not in step, if known."""
+    tables: tuple[TableStatus, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

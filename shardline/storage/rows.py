@@ -113,9 +113,13 @@ class RowStore:
         slots = self._slots.drop(ids)
         self._free = torch.cat([self._free, slots[slots >= 0]])
 
+    def items(self) -> tuple[Tensor, Tensor]:
+        """(ids, slots) of all rows in any order, int64."""
+        return self._slots.items()
+
     def ordered(self) -> tuple[Tensor, Tensor]:
         """(ids, slots) of all rows, int64, by part and id: the order of checkpoints."""
-        ids, slots = self._slots.items()
+        ids, slots = self.items()
         by_id = np.argsort(ids.numpy())
         parts = part_of(ids).numpy().astype(np.uint16)[by_id]
         order = torch.from_numpy(by_id[np.argsort(parts, kind="stable")])

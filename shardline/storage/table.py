@@ -11,31 +11,41 @@ from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.rows import ids_of, part_of, rows_of
+from shardline.core.rows import ids_of, merge, pack, part_of, rows_of
 from shardline.core.spec import ScheduleSpec, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.storage.bucket import Bucket
+from shardline.storage.population import Population, filter_width
 from shardline.storage.rows import RowStore
 from shardline.update import BucketRule
-from shardline.update.rows import ROW_INITS, ROW_RULES
+from shardline.update.rows import ROW_EVICTIONS, ROW_INITS, ROW_RULES
 
 IDS = "ids"
 """Name of the ids among an image's tensors."""
+FILTER = "filter"
+"""Of what the table's admission counts, uint8 by part: only with an admission that counts."""
 
 
 def row_widths(table: TensorSpec) -> dict[str, int]:
-    """float32 elements of a row, by name: its values, and each state of the table's rule."""
-    return {VALUE: table.row_elements, **ROW_RULES.parse(table.rule).widths(table.row_elements)}
+    """float32 elements of a row, by name: its values, and each state of the table's rule and eviction."""
+    states = ROW_RULES.parse(table.rule).widths(table.row_elements)
+    return {VALUE: table.row_elements, **states, **ROW_EVICTIONS.parse(table.evict or "never").states}
 
 
 def check_image(image: BucketImage, table: TensorSpec, piece: Slice) -> None:
     """Raise CheckpointError unless an image has ids of these parts, in order, and all that the rule keeps of a row."""
     ids, widths = image.tensors.get(IDS, torch.empty(0)), row_widths(table)
-    where = f"shard {image.shard}, table {table.name!r}"
-    if ids.dtype is not torch.int64 or {*image.tensors} != {*widths, IDS}:
+    where, counters = f"shard {image.shard}, table {table.name!r}", filter_width(table)
+    needed = {*widths, IDS, *([FILTER] if counters else [])}
+    if ids.dtype is not torch.int64 or {*image.tensors} != needed:
         raise CheckpointError(
             f"{where}: the image has {', '.join(sorted(image.tensors))}; rule {table.rule} needs "
-            f"{', '.join(sorted([*widths, IDS]))}"
+            f"{', '.join(sorted(needed))}"
+        )
+    held = image.tensors.get(FILTER, torch.empty(0, dtype=torch.uint8))
+    if held.numel() != piece.rows * counters or held.dtype is not torch.uint8:
+        raise CheckpointError(
+            f"{where}: {held.numel()} counters of {piece.rows} parts; admission {table.admit} has {counters} of each"
         )
     for name, width in widths.items():
         held = image.tensors[name]
@@ -79,10 +89,11 @@ class TableBucket(Bucket):
         self._undoes = keeps_previous
         self._holds = 0
         """The step whose rows the store has: `step`, or one more while an update waits for the standby."""
+        self.population = Population(tensor, spec.slices[0])
         self._clear()
 
     def _clear(self) -> None:
-        self.store = RowStore(self.dim, self._rows_rule.widths(self.dim))
+        self.store = RowStore(self.dim, {name: row for name, row in row_widths(self._tensor).items() if name != VALUE})
         self._before = torch.empty(0)
         """Packed rows that the last update has changed, as they were; empty if it has changed none."""
         self._changed = torch.empty(0, dtype=torch.int64)
@@ -95,7 +106,7 @@ class TableBucket(Bucket):
 
     @property
     def nbytes(self) -> int:
-        return self.store.nbytes + self._before.nbytes
+        return self.store.nbytes + self._before.nbytes + self.population.nbytes
 
     # Updates
 
@@ -107,23 +118,43 @@ class TableBucket(Bucket):
         changed = not skip and total.values is not None
         if changed:
             self._update(scaled(total, scale))
+        evicted = not skip and self._evict()
         self._holds = self.step + 1
-        return changed
+        return changed or evicted
 
     def _update(self, total: Partial) -> None:
-        assert total.values is not None
-        ids = ids_of(total.values, self.dim)
+        packed = total.values
+        assert packed is not None
+        ids = ids_of(packed, self.dim)
         slots = self.store.find(ids)
         new = slots < 0
         if bool(new.any()):
+            kept = ~new
+            kept[new] = self.population.admit(ids[new], self.step)
+            if not bool(kept.all()):
+                ids, slots, new = ids[kept], slots[kept], new[kept]
+                packed = pack(ids, rows_of(packed, self.dim)[kept])
             slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
         if self._undoes:
-            self._before = torch.empty_like(total.values)
+            self._before = torch.empty_like(packed)
             ids_of(self._before, self.dim).copy_(ids)
             self.store.gather(slots, rows_of(self._before, self.dim))
         factor = schedules.factor(self._schedule, self.step)
         self._changed = slots
-        self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
+        self._rows_rule.apply(self.store, slots, rows_of(packed, self.dim), factor=factor)
+        self.population.touch(self.store, slots, self.step)
+
+    def _evict(self) -> bool:
+        """Remove the rows that the table's eviction names; their last values are among those before the update."""
+        ids = self.population.leaving(self.store, self.step)
+        if not len(ids):
+            return False
+        if self._undoes:
+            others = ids[~torch.isin(ids, ids_of(self._before, self.dim))]
+            rows = self.store.values.index_select(0, self.store.find(others))
+            self._before = merge(self._before, pack(others, rows), self.dim)
+        self.store.remove(ids)
+        return True
 
     # Reading
 
@@ -160,6 +191,8 @@ class TableBucket(Bucket):
         ids, slots = self.store.ordered()
         tensors = {VALUE: self.store.values[slots].view(-1), IDS: ids}
         tensors.update({name: state[slots].view(-1) for name, state in self.store.states.items()})
+        if (counters := self.population.counters()) is not None:
+            tensors[FILTER] = counters
         return BucketImage(
             shard=self.shard,
             bucket=self.number,
@@ -180,9 +213,11 @@ class TableBucket(Bucket):
         slots = self.store.insert(ids, image.tensors[VALUE].view(-1, self.dim))
         for name, state in self.store.states.items():
             state[slots] = image.tensors[name].view(len(ids), state.shape[1])
+        self.population.begin(ids, image.tensors.get(FILTER))
         self._holds = image.step
         if previous is not None:
-            if len(previous) and bool((self.store.find(ids_of(previous, self.dim)) < 0).any()):
+            lost = bool((self.store.find(ids_of(previous, self.dim)) < 0).any())
+            if lost and not self._tensor.evict:
                 raise ProtocolError(f"bucket {self.number}: the step before its own has rows that its own lacks")
             self._before = previous.clone()
         self.restored(image, with_previous=previous is not None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,17 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import shardline
+from shardline.checkpoint import CheckpointStore
+from shardline.core.image import BucketImage
+from shardline.core.rows import PARTS
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
+from shardline_chief.io.summary import tables
 from shardline_lab.comparison.plain import PlainTraining
+from tests.support.checkpoints import cut_of
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import make_job
 from tests.support.standbys import Protected
@@ -65,6 +73,49 @@ def bag_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 def table_job(rule: str = ROWWISE, **changes: Any) -> Job:
     model = functools.partial(Clicks, rule)
     return make_job(**{"model": model, "dataset": clicks, "loss": loss, "steps": 6, **changes})
+
+
+class Bounded(nn.Module):
+    """Tables that refuse ids and give rows up: by chance and by age; after two steps, by norm and at a cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        aged = EmbeddingTable("aged", 2, admit="probability:p=0.5", evict="age:steps=2,every=2")
+        bounds: dict[str, Any] = {"admit": "after:count=2,ids=1000", "evict": "norm:least=0.08,every=3"}
+        few = EmbeddingTable("few", 3, init="normal:std=0.05", max_rows=PARTS, **bounds)
+        self.aged, self.few, self.last = EmbeddingBag(aged), EmbeddingBag(few), nn.Linear(5, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(torch.cat([self.aged(ids), self.few(ids)], 1)).squeeze(1)
+        return found
+
+
+def many() -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    ids = (torch.rand(96, 100, generator=generator) ** 2 * 3000).long()
+    return TensorDataset(ids, (ids.sum(1) % 3 == 0).float())
+
+
+def bounded_job() -> Job:
+    return table_job(model=Bounded, dataset=many, steps=8)
+
+
+@functools.cache
+def bounded_end() -> ReferenceResult:
+    return reference(bounded_job())
+
+
+def assert_same_tables(cluster: Cluster, expected: ReferenceResult) -> None:
+    """As assert_same_end(), and all else that servers keep of tables: states, ages, and counted ids."""
+    assert_same_end(cluster.state(), expected)
+    held: dict[str, list[BucketImage]] = {name: [] for name in expected.tables}
+    for shard, images in zip(cluster.plan.shards, cluster.images(), strict=True):
+        for bucket, image in zip(shard.buckets, images, strict=True):
+            name = cluster.plan.tensors[bucket.slices[0].tensor].name
+            held.get(name, []).append(image)
+    for name, whole in expected.tables.items():
+        for key, value in whole.tensors.items():
+            assert same_bits(torch.cat([image.tensors[key] for image in held[name]]), value), (name, key)
 
 
 @functools.cache
@@ -125,6 +176,47 @@ def test_codecs_encode_rows_and_the_bits_depend_on_nobody(codecs: dict[str, Any]
     assert ends[0].keys() == ends[1].keys() and all(same_bits(value, ends[1][name]) for name, value in ends[0].items())
     if exact is not None:
         assert same_bits(ends[0]["things.rows"], expected_end().params["things.rows"]) is exact
+
+
+@pytest.mark.parametrize("ownership", [[[0, 1, 2]], [[2], [0, 1]]], ids=str)
+def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list[list[int]]) -> None:
+    with Cluster(bounded_job(), ps=3) as cluster:
+        cluster.train(ownership)
+        assert_same_tables(cluster, bounded_end())
+        # As they are told at the end of a run.
+        found = tables([shard for control in cluster.controls for shard in control.status().shards])
+        assert found.keys() == {"aged", "few"}
+        for name, counts in found.items():
+            assert counts["rows"] == len(bounded_end().params[f"{name}.ids"])
+            assert counts["below_admission"] > 1000 and counts["evicted"] > 30
+            assert (counts["cap"] > 100) == (name == "few")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_standby_has_counted_the_same_ids(lost: int) -> None:
+    with Protected(bounded_job(), ps=2) as cluster:
+        cluster.await_synced()
+        cluster.train_through([[0, 2], [1]], cluster.at_step(3, lost, functools.partial(cluster.fail_over, lost)))
+        assert_same_tables(cluster, bounded_end())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_tables_with_bounds_go_onto_another_number_of_servers(before: int, after: int, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    with Cluster(bounded_job(), ps=before) as cluster:
+        cluster.train([[0, 1, 2]], steps=3)
+        images = dict(enumerate(cluster.images()))
+        store.commit(cut_of(cluster.spec, step=3, plan=cluster.plan, images=images))
+    with Cluster(bounded_job(), ps=after) as cluster, contextlib.closing(store.open(3)) as stored:
+        cluster.configure_anew(cluster.timeline + 1)
+        for shard, control in enumerate(cluster.controls):
+            control.restore(cluster.timeline, shard, functools.partial(stored.images, cluster.plan, shard))
+        for control in cluster.controls:
+            control.activate(cluster.timeline)
+        cluster.train([[0, 1], [2]])
+        assert_same_tables(cluster, bounded_end())
+        again = reference(bounded_job(), start=reference(bounded_job(), 3))
+        assert_same_tables(cluster, again)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -283,6 +375,19 @@ def test_a_plain_embedding_with_sparse_gradients_sends_what_is_not_zero() -> Non
 def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
     with pytest.raises(JobError, match=r"table 'users': rule 'rowise-adagrad' does not exist.*did you mean"):
         EmbeddingTable("users", 2, rule="rowise-adagrad")
+    with pytest.raises(JobError, match=r"table 'users': admit 'aftr' does not exist.*did you mean 'after'"):
+        EmbeddingTable("users", 2, admit="aftr:count=2")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"evict": "age:steps=0"}, "eviction age: steps is 0; give a number at least 1"),
+        ({"evict": "norm:every=0"}, "eviction norm: every is 0"),
+        ({"admit": "after:count=256"}, "admission after: count is 256; give a number from 1 to 255"),
+        ({"admit": "after:ids=0"}, "admission after: ids is 0"),
+        ({"admit": "probability:p=1.5"}, "admission probability: p is 1.5; give a number from 0 to 1"),
+        ({"max_rows": 0}, "table 'users' has max_rows=0; its 1024 parts share them, so give at least 1024, or None"),
+    ]
+    for bounds, words in wrong:
+        with pytest.raises(JobError, match=re.escape(words)):
+            EmbeddingTable("users", 2, **bounds)
     job = make_job(model=lambda: Embedding(EmbeddingTable("users", 2)))
     with pytest.raises(JobError, match="beside its embedding tables it needs one"):
         job.spec(job.build_model())

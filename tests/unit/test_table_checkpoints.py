@@ -20,18 +20,20 @@ from shardline.core.rows import PARTS, part_of
 from shardline.core.spec import JobSpec, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import params_sha256
 from shardline.errors import CheckpointError
-from shardline.storage.table import IDS, row_widths
+from shardline.storage.population import filter_width
+from shardline.storage.table import FILTER, IDS, check_image, row_widths
 from shardline.update.rows import ROW_INITS
 from shardline_chief.io.checkpointer import parameters_digest
 from tests.support.checkpoints import assert_same_images, cut_of, edit_header, images_of, job_of, spec
 
 
-def table(name: str, dim: int = 3, rule: str = "adagrad", init: str = "uniform") -> TensorSpec:
-    return spec(name, (PARTS, dim), kind=TensorKind.TABLE, rule=rule, init=init)
+def table(name: str, dim: int = 3, rule: str = "adagrad", init: str = "uniform", **bounds: Any) -> TensorSpec:
+    return spec(name, (PARTS, dim), kind=TensorKind.TABLE, rule=rule, init=init, **bounds)
 
 
 USERS, ITEMS, EMPTY = table("users", rule="adam"), table("items", 5, "rowwise-adagrad", "normal:seed=3"), table("none")
-TENSORS = (spec("w", (400, 60)), USERS, ITEMS, EMPTY)
+BOUNDED = table("bounded", 2, "sgd", admit="after:count=3,ids=100", evict="age:steps=9", max_rows=5000)
+TENSORS = (spec("w", (400, 60)), USERS, ITEMS, EMPTY, BOUNDED)
 EXTREMES = torch.tensor([-(1 << 63), -1, 0, (1 << 63) - 1])
 
 
@@ -42,6 +44,8 @@ def rows_of(tensor: TensorSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     ids = torch.empty(0, dtype=torch.int64) if tensor is EMPTY else ids.sort().values
     ids = ids[torch.argsort(part_of(ids), stable=True)]
     found = {name: torch.randn(len(ids), width, generator=generator) for name, width in row_widths(tensor).items()}
+    if width := filter_width(tensor):
+        found[FILTER] = torch.randint(0, 3, (PARTS, width), dtype=torch.uint8, generator=generator)
     return {IDS: ids, **found}
 
 
@@ -55,7 +59,9 @@ def table_images(plan: Plan, step: int, seed: int = 0) -> dict[int, list[BucketI
                 held = rows_of(plan.tensors[piece.tensor], seed)
                 part = part_of(held[IDS]) - piece.first_row
                 mine = (part >= 0) & (part < piece.rows)
-                tensors = {name: value[mine].reshape(-1) for name, value in held.items()}
+                tensors = {name: value[mine].reshape(-1) for name, value in held.items() if name != FILTER}
+                if FILTER in held:
+                    tensors[FILTER] = held[FILTER][piece.first_row :][: piece.rows].reshape(-1)
                 images[number] = BucketImage(shard=shard, bucket=number, step=step, version=step, tensors=tensors)
     return found
 
@@ -92,14 +98,15 @@ def test_rows_are_restored_onto_any_number_of_servers(tmp_path: Path) -> None:
     assert digest(job, make_plan(TENSORS, 1), seed=1) not in {content for content, _ in found}
 
 
-def test_digest_notices_a_bit_of_an_id_a_row_and_a_state() -> None:
-    job, plan = job_of((USERS,)), make_plan((USERS,), 1)
+@pytest.mark.parametrize("tensor", [USERS, BOUNDED], ids=["users", "bounded"])
+def test_digest_notices_a_bit_of_an_id_a_row_and_a_state(tensor: TensorSpec) -> None:
+    job, plan = job_of((tensor,)), make_plan((tensor,), 1)
     (image,) = table_images(plan, 1)[0]
 
     def changed(name: str) -> str:
         value = image.tensors[name].clone()
         # Another id of the same part in the same place.
-        value[-1] = twin if name == IDS else -value[-1]
+        value[-1] = twin if name == IDS else -1 - value[-1]
         out = ContentDigest(job.tensors)
         one = dataclasses.replace(image, tensors={**image.tensors, name: value})
         out.add(shard_entries([one], plan, 0, job.rule), slice_rows(plan, 0))
@@ -126,7 +133,7 @@ def test_rows_are_read_by_id_and_those_not_stored_are_as_made_at_first(tmp_path:
     )
     assert checkpoint.table("none").dense(4).shape == (4, 3)
     assert list(checkpoint.state_dict()) == ["w"]
-    with pytest.raises(CheckpointError, match=r"no table 'w'; its tables: users, items, none"):
+    with pytest.raises(CheckpointError, match=r"no table 'w'; its tables: users, items, none, bounded"):
         checkpoint.rows("w", asked)
 
 
@@ -144,15 +151,38 @@ def test_another_dim_rule_or_init_is_refused_by_both(tmp_path: Path) -> None:
         tensors = (TENSORS[0], other, ITEMS, EMPTY)
         with pytest.raises(CheckpointError, match=told):
             checkpoint.compatible(job_of(tensors))
-    tensors = (TENSORS[0], table("users", 8, "sgd"), ITEMS, EMPTY)
+    tensors = (TENSORS[0], table("users", 8, "sgd"), ITEMS, EMPTY, BOUNDED)
     with pytest.raises(
         CheckpointError, match=r"'users' has rule 'adam' and rows of .*'sgd' and \{'value': 8\} in the plan"
     ):
         list(checkpoint.images(make_plan(tensors, 1), 0))
     other = table("users", rule="adam:lr=0.5")
-    assert checkpoint.compatible(job_of((TENSORS[0], other, ITEMS, EMPTY))) == [
+    assert checkpoint.compatible(job_of((TENSORS[0], other, ITEMS, EMPTY, BOUNDED))) == [
         "tensors[users].rule: adam:lr=0.5 in the job, adam in the checkpoint"
     ]
+
+
+def test_a_job_may_go_on_with_other_bounds_which_then_begin_anew(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 3)
+    free, held = table("bounded", 2, "sgd"), rows_of(BOUNDED)
+    bound = {"admit": "after:count=2,ids=70", "evict": "age:steps=3", "max_rows": 2000}
+    tensors = (TENSORS[0], table("users", rule="adam", **bound), ITEMS, EMPTY, free)
+    notes = checkpoint.compatible(job_of(tensors))
+    assert "tensors[users].admit: after:count=2,ids=70 in the job, absent in the checkpoint" in notes
+    assert "tensors[bounded].max_rows: 0 in the job, 5000 in the checkpoint" in notes
+    plan = make_plan(tensors, 2)
+    for shard, spec_of in enumerate(plan.shards):
+        for bucket, image in zip(spec_of.buckets, checkpoint.images(plan, shard), strict=True):
+            name = plan.tensors[bucket.slices[0].tensor].name
+            if bucket.kind is TensorKind.TABLE:
+                check_image(image, plan.tensors[bucket.slices[0].tensor], bucket.slices[0])
+            if name == "users":
+                assert not image.tensors[FILTER].any()
+                assert (image.tensors["touched"].view(torch.int32) == checkpoint.step).all()
+            if name == "bounded":
+                assert image.tensors.keys() == {"value", "ids"}
+                mine = torch.isin(held[IDS], image.tensors[IDS])
+                assert torch.equal(image.tensors["value"], held[VALUE][mine].view(-1))
 
 
 def test_an_image_that_does_not_fit_is_not_written() -> None:
@@ -164,6 +194,7 @@ def test_an_image_that_does_not_fit_is_not_written() -> None:
         (IDS, table_images(plan, 1)[1][0].tensors[IDS], "rows of other parts|numbers of 'value'"),
         ("step", image.tensors["step"][1:], "numbers of 'step' for"),
         ("sum", image.tensors["step"], "the image has exp_avg, .*sum.* rule adam needs exp_avg"),
+        ("filter", torch.zeros(1, dtype=torch.uint8), "the image has exp_avg, .*filter.* rule adam needs exp_avg"),
     ):
         with pytest.raises(CheckpointError, match=f"shard 0, table 'users': .*{told}"):
             shard_entries([dataclasses.replace(image, tensors={**image.tensors, name: value})], plan, 0, job.rule)
@@ -201,7 +232,7 @@ def test_export_and_lookup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     checkpoint = saved(tmp_path / "checkpoints")
     export(tmp_path, tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")
-    for tensor in (USERS, ITEMS, EMPTY):
+    for tensor in (USERS, ITEMS, EMPTY, BOUNDED):
         held = rows_of(tensor)
         assert torch.equal(exported[f"{tensor.name}.ids"], held[IDS])
         assert torch.equal(exported[f"{tensor.name}.rows"], held[VALUE])
@@ -213,4 +244,4 @@ def test_export_and_lookup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [torch.tensor(line["values"]).equal(row) for line, row in zip(lines, rows, strict=True)] == [True] * 3
     assert [(line["id"], line["stored"]) for line in lines] == [(-1, True), (5, False), (1 << 62, False)]
     assert main(["lookup", str(tmp_path), "nobody", "1"]) != 0
-    assert "no table 'nobody'; its tables: users, items, none" in capsys.readouterr().err
+    assert "no table 'nobody'; its tables: users, items, none, bounded" in capsys.readouterr().err

@@ -386,6 +386,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         for shard in message.ps.shards:
             at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
             at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
+            at_most(len(shard.tables), MAX_TENSORS, f"{where}: tables of shard {shard.shard}")
     steps = tuple(
         from_message(StepReport, item, **_measured(item), logged=_logged(item.logged, f"{where}: step {item.step}"))
         for item in message.steps

@@ -9,14 +9,15 @@ import json
 import math
 import operator
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardline import codecs, consistency, division, methods
 from shardline.core.orders import REPEATED
 from shardline.core.spec import JobSpec
-from shardline.core.status import ChiefStatus, TaskStatus, Traffic
+from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus, Traffic
 from shardline.host import files
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.rules.actions import JournalLine
@@ -41,6 +42,15 @@ def trainers(reporter: Reporter) -> dict[str, dict[str, Any]]:
 def stages(reporter: Reporter) -> list[dict[str, Any]]:
     """Figures of each stage of a pipeline over its last steps; [] without one."""
     return [dataclasses.asdict(one) | {"tasks": list(one.tasks)} for one in reporter.passes.figures()]
+
+
+def tables(shards: Iterable[ShardStatus]) -> dict[str, dict[str, int]]:
+    """Counts of each table, as TableStatus has them, over all shards."""
+    found: dict[str, Counter[str]] = {}
+    for held in (one for shard in shards for one in shard.tables):
+        counts = dataclasses.asdict(held)
+        found.setdefault(counts.pop("table"), Counter()).update(counts)
+    return {name: dict(counts) for name, counts in sorted(found.items())}
 
 
 def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
@@ -87,6 +97,7 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
             for task in sorted(state.choices.used | state.choices.dropped)
         },
         "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
+        "tables": tables(shards),
         "repeated_batches": state.figures.total(REPEATED)
         + (state.work.leases.repeated if state.work.leases is not None else 0),
         "dropped_memories": state.figures.dropped_memories,

@@ -14,7 +14,7 @@ from shardline.observability.metrics import Metrics, Spread
 from shardline.rpc.v1 import common_pb2
 from shardline.server.admission import outcome_name
 from shardline.server.incoming_push import PushResult
-from shardline.storage.table import TableBucket
+from shardline.storage.population import BELOW_ADMISSION, CAP
 from shardline_ps.store import ParameterStore
 
 Key = TypeVar("Key")
@@ -49,7 +49,7 @@ class Meter:
     def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
         self._metrics = metrics
         self._store = store
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[object, ...], int] = {}
         self._held_standbys: set[int] = set()
         self._followed: set[int] = set()
         """Shards whose standbys have gauges, here and elsewhere."""
@@ -109,10 +109,18 @@ class Meter:
     def _kept_waiting(self, wait_s: float) -> None:
         self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
 
-    def _raise_to(self, name: str, total: int) -> None:
+    def _raise_to(self, name: str, total: int, **labels: str | int) -> None:
         """Raise a counter to a total kept elsewhere."""
-        self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
-        self._seen[name] = max(total, self._seen.get(name, 0))
+        key = name, *labels.values()
+        self._metrics.counter(name, **labels).inc(max(0, total - self._seen.get(key, 0)))
+        self._seen[key] = max(total, self._seen.get(key, 0))
+
+    def _table(self, shard: int, held: Any) -> None:
+        labels: dict[str, str | int] = {"shard": shard, "table": held.table}
+        self._metrics.gauge("shardline_table_rows", **labels).set(held.rows)
+        for reason in (BELOW_ADMISSION, CAP):
+            self._raise_to("shardline_table_refused_total", getattr(held, reason), **labels, reason=reason)
+        self._raise_to("shardline_table_evicted_total", held.evicted, **labels)
 
     def _standbys(self, reply: Any) -> None:
         """Set the gauges for the standbys held here and the lag of this ps's own; 0 for those that are gone."""
@@ -137,10 +145,8 @@ class Meter:
             for item in reply.shards:
                 metrics.gauge("shardline_shard_version", shard=item.shard).set(item.version)
                 metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
-            for number, shard in self._store.shards.items():
-                for bucket in shard.buckets:
-                    if isinstance(bucket, TableBucket):
-                        metrics.gauge("shardline_table_rows", shard=number, table=bucket.table).set(len(bucket.store))
+                for held in item.tables:
+                    self._table(item.shard, held)
             if reply.shards:
                 metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
                 self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))

@@ -1139,6 +1139,39 @@ class HeldCut(_message.Message):
 Global___HeldCut: _TypeAlias = HeldCut  # noqa: Y015
 
 @_typing.final
+class TableStatus(_message.Message):
+    """Rows of a table in a shard, gradients dropped of ids without a row, by reason, and rows removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    BELOW_ADMISSION_FIELD_NUMBER: _builtins.int
+    CAP_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    rows: _builtins.int
+    below_admission: _builtins.int
+    cap: _builtins.int
+    evicted: _builtins.int
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        below_admission: _builtins.int = ...,
+        cap: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_admission", b"below_admission", "cap", b"cap", "evicted", b"evicted", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableStatus: _TypeAlias = TableStatus  # noqa: Y015
+
+@_typing.final
 class ShardStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1161,6 +1194,7 @@ class ShardStatus(_message.Message):
     STANDBY_SILENT_S_FIELD_NUMBER: _builtins.int
     STANDBY_PROBLEM_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     step_min: _builtins.int
     step_max: _builtins.int
@@ -1191,6 +1225,8 @@ class ShardStatus(_message.Message):
     def choices(self) -> Global___Choices:
         """The lead: of the closed steps that the chief may not have noted yet."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableStatus]: ...
     def __init__(
         self,
         *,
@@ -1213,10 +1249,11 @@ class ShardStatus(_message.Message):
         standby_silent_s: _builtins.float = ...,
         standby_problem: _builtins.str = ...,
         choices: Global___Choices | None = ...,
+        tables: _abc.Iterable[Global___TableStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "choices", b"choices", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "standby", b"standby", "standby_problem", b"standby_problem", "standby_record", b"standby_record", "standby_silent_s", b"standby_silent_s", "standby_task", b"standby_task", "step_max", b"step_max", "step_min", b"step_min", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "choices", b"choices", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "standby", b"standby", "standby_problem", b"standby_problem", "standby_record", b"standby_record", "standby_silent_s", b"standby_silent_s", "standby_task", b"standby_task", "step_max", b"step_max", "step_min", b"step_min", "tables", b"tables", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

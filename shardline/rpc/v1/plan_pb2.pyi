@@ -68,6 +68,9 @@ class TensorSpec(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     INIT_FIELD_NUMBER: _builtins.int
+    ADMIT_FIELD_NUMBER: _builtins.int
+    EVICT_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's state_dict, unique in the job."""
     dtype: _common_pb2.DType.ValueType
@@ -92,6 +95,12 @@ class TensorSpec(_message.Message):
     NAME:KEY=VALUE,...
     """
     init: _builtins.str
+    admit: _builtins.str
+    """Of a table: which ids get a row (empty = all), which rows are removed (empty = none), and how many there are at
+    most (0 = any number).
+    """
+    evict: _builtins.str
+    max_rows: _builtins.int
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -116,10 +125,13 @@ class TensorSpec(_message.Message):
         parts: _builtins.int = ...,
         rule: _builtins.str = ...,
         init: _builtins.str = ...,
+        admit: _builtins.str = ...,
+        evict: _builtins.str = ...,
+        max_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "init", b"init", "kind", b"kind", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "rule", b"rule", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "evict", b"evict", "fragment", b"fragment", "group", b"group", "init", b"init", "kind", b"kind", "max_rows", b"max_rows", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "rule", b"rule", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

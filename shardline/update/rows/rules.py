@@ -16,6 +16,7 @@ from torch import Tensor
 from shardline.errors import JobError, TensorError
 from shardline.native import rows as native
 from shardline.seams import Resident
+from shardline.update.rows.turnover import TOUCHED
 
 if TYPE_CHECKING:
     from shardline.storage.rows import RowStore
@@ -58,7 +59,7 @@ class RowRule(Resident, ABC):
         they don't fit the store.
         """
         (capacity, dim), states = store.values.shape, store.states
-        found = {name: state.shape[1] for name, state in states.items()}
+        found = {name: state.shape[1] for name, state in states.items() if name != TOUCHED}
         if found != self.widths(dim) or gradients.shape != (len(slots), dim) or gradients.dtype is not torch.float32:
             raise TensorError(
                 f"row rule {self}: {len(slots)} slots and gradients of {list(gradients.shape)} {gradients.dtype} for "

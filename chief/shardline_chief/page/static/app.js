@@ -175,6 +175,12 @@ function standby(shard) {
   return { text, chip: "suspect", title: shard.standby_problem };
 }
 
+// How many rows a table has in a shard, and what became of others.
+function rows(table) {
+  const refused = `${count(table.below_admission)} gradients below admission, ${count(table.cap)} at the cap`;
+  return `${table.table}: ${count(table.rows)} rows, ${count(table.evicted)} evicted, ${refused}`;
+}
+
 function shards(view) {
   fill(
     at("shards"),
@@ -186,7 +192,7 @@ function shards(view) {
         { text: shard.waiting_for.length ? `replica ${ranges(shard.waiting_for)}` : "", kind: "soft" },
         standby(shard),
         { text: bytes(shard.bytes), share: shard.share },
-        number(bytes(shard.held_bytes)),
+        { ...number(bytes(shard.held_bytes)), title: (shard.tables ?? []).map(rows).join("\n") },
         number(count(shard.version)),
         number(shard.staleness ? `${figure(shard.staleness, 3)}, at most ${count(shard.staleness_max)}` : figure(shard.staleness, 3)),
       ],
