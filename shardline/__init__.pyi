@@ -41,6 +41,7 @@ from .codecs.sparse.randomk import RandomK as RandomK
 from .codecs.sparse.topk import TopK as TopK
 from .consistency import SSP as SSP, Async as Async, SoftSync as SoftSync, Sync as Sync
 from .division import WholeModel as WholeModel
+from .ensemble import Ensemble as Ensemble
 from .errors import JobStopped as JobStopped, RolledBackError as RolledBackError, ShardlineError as ShardlineError
 from .integrations.distributed import (
     DistributedModel as DistributedModel,

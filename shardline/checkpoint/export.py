@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -67,30 +68,40 @@ def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoin
     if out.suffix not in SUFFIXES:
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")
     checkpoint = find_checkpoint(checkpoint_path, best=best)
+    save(values(checkpoint), out)
+    return checkpoint
+
+
+def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """All values of a checkpoint by name, those of tables too; an alias is the same tensor object as its original."""
     state = checkpoint.state_dict()
     for name, pieces in checkpoint.flat_tables().items():
         if name in state:
             raise UsageError(f"{name!r} is both a tensor of the model and of a table; give the table another name")
         state[name] = torch.cat([*pieces])
+    return state
+
+
+def save(state: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Write a state_dict to a .pt or .safetensors file, whole or not at all; raises as export() does."""
     if out.suffix == ".safetensors":
         # Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks.
         for name, tensor in state.items():
             if tensor.dtype is torch.complex128:
                 raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't store; export to .pt")
-        aliases = checkpoint.manifest.aliases
-        state = {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}
+        owners = {id(tensor): name for name, tensor in state.items()}
+        state = {name: one if owners[id(one)] == name else one.clone() for name, one in state.items()}
     try:
         # Both libraries open files by name and follow links. A folder of our own contains none.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
             temporary = Path(folder, out.name)
             if out.suffix == ".pt":
-                torch.save(state, temporary)
+                torch.save(dict(state), temporary)
             else:
-                save_file(state, temporary, metadata={"format": "pt"})
+                save_file(dict(state), temporary, metadata={"format": "pt"})
             files.sync(temporary)
             os.replace(temporary, out)
         files.sync(out.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = os_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{out} can't be written: {cause}") from error
-    return checkpoint

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from shardline.host.allocator import ALLOCATOR
 
 ROOT = Path(__file__).parents[2]
-PATHS = (ROOT, *(ROOT / name for name in ("services", "worker", "chief", "evaluator")))
+PATHS = (ROOT, *(ROOT / name for name in ("services", "worker", "chief", "evaluator", "pipeline", "lab", "launchers")))
 READY_S = 120.0
 """Importing torch takes a while on a busy machine."""
 ANSWER_S = 30.0

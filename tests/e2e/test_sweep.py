@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from shardline import Ensemble
 from shardline.core.tensor_bytes import params_sha256
 from shardline.host.run_lock import RunLock
+from shardline.job import load_job
 from tests.e2e.support import Command, assert_refused, expected_sha256, shardline, wait_until, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm")]
@@ -70,11 +73,60 @@ def test_a_sweep_that_is_interrupted_trains_what_is_missing(tmp_path: Path) -> N
     assert {one["sha256"] for one in models(out)} == {expected_sha256(job, batch_size=size) for size in (8, 6, 4)}
 
 
+def test_an_ensemble_is_one_more_row_and_the_same_after_it_was_interrupted(tmp_path: Path) -> None:
+    out, hold = tmp_path / "out", tmp_path / "hold"
+    job = write_job(tmp_path / "job.py", imports="import os, time", after_loss=FAILS, steps=6)
+    waits = f"data = Points()\n    while hasattr(model, 'members') and os.path.exists({str(hold)!r}): time.sleep(0.01)"
+    job.write_text(job.read_text().replace("    data = Points()", f"    {waits}"))
+    hold.touch()
+    arguments = ["sweep", job, "--grid", "batch_size=8,5,6,4", "--ensemble", "2", "--out", out]
+    first = Command(*arguments)
+    wait_until((out / "ensemble" / "log.txt").exists, "the ensemble's process", while_runs=first)
+    first.signal(signal.SIGINT)
+    assert first.finish().code == 130 and not (out / "ensemble.safetensors").exists()
+    hold.unlink()
+    again = shardline(*arguments)
+    assert again.code == 0, again.err
+    found = json.loads((out / "results.json").read_text())
+    best = [one["folder"] for one in found["models"][:2]]
+    assert found["ensemble"]["members"] == best and found["ensemble"]["failure"] == ""
+    loaded = load_file(out / "ensemble.safetensors")
+    ours = load_job(job)
+    model = Ensemble([ours.build_model(), ours.build_model()])
+    model.load_state_dict(loaded)
+    assert ours.score(model) == found["ensemble"]["scores"]
+    lines = again.out.splitlines()
+    assert [*filter(re.compile(f"mean of 2 +{found['ensemble']['scores']['accuracy']:.4f} ").match, lines)]
+    assert lines[-1] == f"ensemble: mean of 2: {out / 'ensemble.safetensors'}"
+    more = shardline(*arguments[:-3], "3", "--average", "probabilities", "--out", out)
+    assert more.code == 0 and "mean of 3" in more.out, "of one that is done"
+
+
+@pytest.mark.long
+def test_five_models_together_beat_the_best_of_them_on_digits(tmp_path: Path) -> None:
+    """The figures of docs/sweeps.md."""
+    job, rows = Path(__file__).parents[2] / "examples/digits/bagging.py", []
+    for first in (0, 5, 10):
+        seeds = ",".join(map(str, range(first, first + 5)))
+        out = tmp_path / str(first)
+        ended = shardline("sweep", job, "--grid", f"seed={seeds}", "--ensemble", "--out", out)
+        assert ended.code == 0, ended.err
+        found = json.loads((out / "results.json").read_text())
+        alone = [dict(one["scores"])[one["best_step"]]["accuracy"] for one in found["models"]]
+        rows.append((sum(alone) / 5, max(alone), found["ensemble"]["scores"]["accuracy"]))
+        print("members {:.4f}, best {:.4f}, ensemble {:.4f}".format(*rows[-1]))
+    mean, best, together = (sum(column) / 3 for column in zip(*rows, strict=True))
+    print(f"mean of 3: members {mean:.4f}, best {best:.4f}, ensemble {together:.4f}")
+    assert all(ensemble > members for members, _, ensemble in rows)
+    assert together > best > mean
+
+
 def test_a_sweep_of_which_nothing_is_left_fails_and_one_at_a_time_has_a_folder(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", imports="import os", after_loss=FAILS, steps=4)
-    ended = shardline("sweep", job, "--grid", "batch_size=3,5", "--out", tmp_path / "out")
+    ended = shardline("sweep", job, "--grid", "batch_size=3,5", "--ensemble", "--out", tmp_path / "out")
     assert ended.code == 1
-    assert not (tmp_path / "out" / "best").exists()
+    assert not (tmp_path / "out" / "best").exists() and not (tmp_path / "out" / "ensemble.safetensors").exists()
+    assert ended.out.splitlines()[-1] == "mean of 0: an average takes 2 models, and 0 of 2 have succeeded"
     with contextlib.closing(RunLock.take(tmp_path / "out" / "models")):
         refused = shardline("sweep", job, "--grid", "batch_size=3,5", "--out", tmp_path / "out")
     assert_refused(refused, 2, "out is in use by another run")

@@ -116,7 +116,7 @@ LAYERS = (
     ("cadence", "consistency", "methods"),
     ("division", "beside"),
     ("topology",),
-    ("nn",),
+    ("nn", "ensemble"),
     ("checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),

@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from shardline import EmbeddingTable, Ensemble
 from shardline.checkpoint import Checkpoint, committed_steps
+from shardline.client.api.reader import CheckpointRows
 from shardline.errors import JobError, UsageError
 from shardline.job import Job, changed
+from shardline.nn import EmbeddingBag
 from shardline.testing import reference
 from shardline_lab.sweep.command import sweep
+from shardline_lab.sweep.ensemble import EnsembleMember
 from shardline_lab.sweep.member import LOSS, MemberHistory, SweepMember, checked
 from shardline_lab.sweep.plans import halved, suggested
 from shardline_lab.sweep.space import Point, Range, drawn, grid, halves, product, ranges
@@ -130,6 +136,82 @@ def test_a_model_that_fails_says_why_and_goes_on_from_its_checkpoint(tmp_path: P
     assert "best_metric is 'accuracy', but evaluate(model) returns error" in missing.failure
 
 
+# Ensembles
+
+
+class Tied(nn.Module):
+    """Has a weight of two names, a buffer, and rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = EmbeddingBag(EmbeddingTable("signs", 5, rule="adam:lr=0.5"))
+        self.norm, self.first, self.second = nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.second(self.first(self.norm(points + self.bag((points * 3).long())))))
+        return found
+
+
+def averaged(job: Job, folder: Path) -> EnsembleMember:
+    """The ensemble of three models of a job, by their seeds."""
+    members = [member(dataclasses.replace(job, seed=seed), folder / "models" / str(seed)) for seed in range(3)]
+    for one in members:
+        one.train("cpu", 1.0)
+        one.found = one.history()
+    at = {"point": (("seed", "mean of 3"),), "settings": {"average": "outputs"}, "folder": folder / "ensemble"}
+    found = EnsembleMember(job=job, members=members, **at)
+    found.train("cpu", 1.0)
+    found.found = found.history()
+    return found
+
+
+def test_an_ensemble_is_the_average_of_the_best_checkpoints_and_loads_as_one_module(tmp_path: Path) -> None:
+    found = averaged(make_job(model=Tied, evaluate=score, checkpoint_every=4), tmp_path)
+    models, rows = [], {}
+    for number, one in enumerate(found.members):
+        stored = Checkpoint(one.best_checkpoint)
+        assert stored.step == one.found.best[0]
+        model = Tied()
+        model.load_state_dict(stored.state_dict())
+        model.bag.table.source = CheckpointRows(stored.rows)
+        models.append(model)
+        rows |= {f"members.{number}.{name}": torch.cat([*parts]) for name, parts in stored.flat_tables().items()}
+    assert found.found.failure == ""
+    assert found.found.scores == [[0, score(Ensemble(models).eval())]]
+    loaded = load_file(tmp_path / "ensemble.safetensors")
+    assert loaded.keys() == {*Ensemble(models).state_dict(), *rows} and len(rows) == 6
+    again = Ensemble([Tied() for _ in range(3)])
+    again.load_state_dict({name: value for name, value in loaded.items() if name not in rows})
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in Ensemble(models).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("widths", "sentence"),
+    [
+        (lambda drawn: (drawn, 1), ""),
+        (lambda drawn: (3, drawn), r"members return \[96, \d+\], .*; it averages tensors"),
+    ],
+)
+def test_members_of_other_shapes_are_averaged_if_their_outputs_agree(
+    tmp_path: Path, widths: Callable[[int], tuple[int, int]], sentence: str
+) -> None:
+    def model() -> nn.Module:
+        width, outputs = widths(int(torch.randint(2, 9999, ())))
+        return nn.Sequential(nn.Linear(5, width), nn.Linear(width, outputs))
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def error(model: nn.Module) -> dict[str, float]:
+        return {"error": loss(model, list(data()[:])).item()}
+
+    found = averaged(make_job(model=model, loss=loss, evaluate=error, steps=1), tmp_path).found
+    assert re.search(sentence, found.failure) if sentence else not found.failure
+    assert (tmp_path / "ensemble.safetensors").exists() == (not sentence)
+
+
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     trained(make_job(), tmp_path)
     with pytest.raises(UsageError, match=r"was trained with seed=7, and this sweep sets seed=8; choose another --out"):
@@ -221,6 +303,7 @@ def test_bad_settings_are_refused(given: Sequence[str], over: Sequence[str], sen
         (["--over", "lr=1..2"], "add --random N"),
         (["--grid", "seed=1,2", "--seed", "3"], "seed is set for all models, and swept as well"),
         (["--grid", "seed=1,2", "--set", "batch_size=3", "--grid", "batch-size=4"], "batch_size is set for all models"),
+        (["--grid", "seed=1,2", "--ensemble", "--halving"], "--ensemble averages several; leave one out"),
         (["--grid", "seed=1,2", "--sampler", "optuna"], "give it --random N, without --halving"),
     ],
 )
@@ -235,10 +318,20 @@ def test_a_job_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     for flags, sentence in (
         (["--codec", "bf16"], "rounds, but a model that trains alone sends nothing"),
         (["--grid", "seed=1,2,3,4,5,6,7,8", "--halving"], "has 12 steps; give it at least 16"),
+        (["--grid", "seed=1,2", "--ensemble", "2"], "scores the average of the models with `evaluate`, which the job"),
         (["--grid", "weight_decay=-1,0"], "Invalid weight_decay value: -1"),
     ):
         with pytest.raises((JobError, UsageError), match=sentence):
             sweep.main([*arguments, *flags], standalone_mode=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ensemble_of_one_is_refused(tmp_path: Path) -> None:
+    text = "from tests.unit.test_sweep import make_job, score\njob = make_job(evaluate=score)"
+    (tmp_path / "job.py").write_text(text)
+    arguments = [str(tmp_path / "job.py"), "--grid", "seed=1", "--ensemble", "--out", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match="--ensemble averages 2 models or more, and this sweep has 1; give more"):
+        sweep.main(arguments, standalone_mode=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ import click
 
 from shardline import plugins
 from shardline.cli import options
-from shardline.errors import UsageError
+from shardline.errors import JobError, UsageError
 from shardline.host.run_lock import RunLock, ever_begun
 from shardline.observability.counting import plural
 from shardline_lab.sweep import space
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shardline_lab.sweep.plans import Plan
 
 MEMBERS = "models"
+ALL = 1 << 31
+"""At most so many models has an ensemble whose number is not given."""
 
 
 @click.command(short_help="Train a job with many settings, one model per process or GPU.")
@@ -34,6 +36,21 @@ MEMBERS = "models"
 @click.option("--draw-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of --random.")
 @click.option("--sampler", type=click.Choice(["random", "optuna"]), default="random", help="optuna: Optuna draws.")
 @click.option("--halving", is_flag=True, help="All train a part of their steps, the better half goes on, and so on.")
+@click.option(
+    "--ensemble",
+    type=click.IntRange(min=2),
+    is_flag=False,
+    flag_value=ALL,
+    metavar="[K]",
+    help="Score the average of all models too, or of the best K, and write it as DIR/ensemble.safetensors.",
+)
+@click.option(
+    "--average",
+    type=click.Choice(["outputs", "probabilities"]),
+    default="outputs",
+    show_default=True,
+    help="Of --ensemble: probabilities: of classifiers that return logits, the logarithm of the mean softmax.",
+)
 @options.job_fields
 @options.plugin
 @options.option(
@@ -65,12 +82,15 @@ def sweep(**flags: Any) -> int:
     else:
         drawn = space.drawn(over, flags["draws"], flags["draw_seed"]) if over else [()]
         members = make([random + listed for random in drawn for listed in space.product(grid)])
+        if flags["ensemble"] and len(members) < 2:
+            raise UsageError("--ensemble averages 2 models or more, and this sweep has 1; give more, such as seeds")
         least = min(member.job.steps for member in members)
         rounds = space.halves(len(members), least) if flags["halving"] else [(len(members), 1.0)]
         plan = plans.halved(members, rounds)
     lock = RunLock.take(out.absolute() / MEMBERS)
     try:
-        return trained(plan, places, out.absolute())
+        ranked = trained(plan, places, out.absolute())
+        return reported(ranked, places, out.absolute(), flags["ensemble"], flags["average"])
     except KeyboardInterrupt:
         click.echo(f"interrupted: the same command with --out {out} trains what is missing", err=True)
         raise
@@ -90,6 +110,8 @@ def chosen(flags: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[s
     for name, _ in options.overrides(flags):
         if name.replace("-", "_") in {**grid, **over}:
             raise UsageError(f"{name} is set for all models, and swept as well; give it once")
+    if flags["ensemble"] and flags["halving"]:
+        raise UsageError("--halving trains one model to the end, and --ensemble averages several; leave one out")
     if flags["sampler"] == "optuna":
         if not over or flags["halving"]:
             raise UsageError(
@@ -130,11 +152,13 @@ def maker(flags: Mapping[str, Any], out: Path) -> tuple[Job, Callable[[Sequence[
     with torch_threads(1):
         job = load_job(path, given, workers=1)
         checked(job)
+    if flags["ensemble"] and job.evaluate is None:
+        raise JobError("--ensemble scores the average of the models with `evaluate`, which the job lacks; add it")
     return job, make
 
 
-def trained(plan: Plan, places: Sequence[str], out: Path) -> int:
-    """Train, show and write the results; returns the exit code."""
+def trained(plan: Plan, places: Sequence[str], out: Path) -> list[SweepMember]:
+    """Train, and tell of each model as it ends; returns them, the best first."""
     from shardline_lab.sweep import fleet, report
 
     members: dict[str, SweepMember] = {}
@@ -144,11 +168,20 @@ def trained(plan: Plan, places: Sequence[str], out: Path) -> int:
         with contextlib.closing(fleet.train(going, share, places)) as ends:
             for number, member in enumerate(ends, 1):
                 click.echo(f"{number}/{len(going)} {member.name}: {report.sentence(member)}")
-    ranked = report.ranked(members.values())
-    report.write(ranked, out)
-    for line in report.table(ranked):
+    return report.ranked(members.values())
+
+
+def reported(ranked: Sequence[SweepMember], places: Sequence[str], out: Path, most: int | None, average: str) -> int:
+    """Show and write the results, with those of an ensemble of `most` models; returns the exit code."""
+    from shardline_lab.sweep import ensemble, report
+
+    mean = ensemble.averaged(ranked, most, average, places[0], out) if most else None
+    report.write(ranked, out, mean)
+    for line in report.table(ranked if mean is None else [*ranked, mean]):
         click.echo(line)
     if ranked[0].found.failure:
         return 1
     click.echo(f"best: {ranked[0].name}: {out / report.BEST}")
-    return 0
+    if mean is not None and not mean.found.failure:
+        click.echo(f"ensemble: {mean.name}: {out / ensemble.MODULE}")
+    return int(mean is not None and bool(mean.found.failure))

@@ -8,11 +8,13 @@ import math
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardline import codecs
 from shardline.checkpoint import CheckpointContents, CheckpointStore
+from shardline.checkpoint.manifest import step_folder
 from shardline.errors import CheckpointError, JobError, UsageError, as_error, nearest
 from shardline.host import files
 from shardline.host.process import resolve_device, torch_threads
@@ -85,6 +87,10 @@ class SweepMember:
     def name(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.point)
 
+    @property
+    def best_checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / step_folder(self.found.best[0])
+
     def steps(self, share: float) -> int:
         return math.ceil(self.job.steps * share)
 
@@ -122,11 +128,21 @@ class SweepMember:
                 run.to(self.steps(share))
                 history.sha256 = run.training.result(()).sha256
         except Exception as error:
-            known = as_error(error)
-            if known is None:
-                traceback.print_exc()
-            history.failure = str(known or f"{type(error).__name__}: {error}")
+            history.failure = told(error)
         self.write(history)
+
+
+def told(error: Exception) -> str:
+    """The sentence of an error; a defect's stack goes into the log."""
+    known = as_error(error)
+    if known is None:
+        traceback.print_exc()
+    return str(known or f"{type(error).__name__}: {error}")
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON can have them."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class MemberRun:
@@ -164,8 +180,7 @@ class MemberRun:
             history.metric = name
         metrics[LOSS] = sum(history.losses) / len(history.losses)
         history.step, history.followed = training.at, list(training.scores)
-        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        history.scores.append((training.at, known))
+        history.scores.append((training.at, finite(metrics)))
         best, _ = history.best
         history.stopped = 0 < self._job.patience <= sum(step > best for step, _ in history.scores)
         history.seconds = time.monotonic() - self._begun_s

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shardline import methods
-from shardline.checkpoint.manifest import step_folder
 from shardline.cli.terminal import aligned
 from shardline.host import files
+from shardline_lab.sweep.ensemble import EnsembleMember
 from shardline_lab.sweep.member import SweepMember
 
 RESULTS, PICTURE, BEST = "results.json", "results.png", "best"
@@ -33,18 +33,19 @@ def sentence(member: SweepMember) -> str:
 
 
 def table(ranked: Sequence[SweepMember]) -> list[str]:
-    """A line for each model, and the sentences of those that have failed."""
+    """A line for each model, also the ensemble, which has no step, and the sentences of those that have failed."""
     fields = [name for name, _ in ranked[0].point]
     rows = [[*fields, ranked[0].found.metric, "at step", "steps", "seconds"]]
     for member in ranked:
         found, (at, value) = member.found, member.found.best
         shown = "failed" if found.failure else f"{value:.4f}"
-        rows.append([*dict(member.point).values(), shown, str(at), str(found.step), f"{found.seconds:.1f}"])
+        steps = [str(at or ""), str(found.step or "")]
+        rows.append([*dict(member.point).values(), shown, *steps, f"{found.seconds:.1f}"])
     failed = [f"{member.name}: {member.found.failure}" for member in ranked if member.found.failure]
     return [*aligned(rows, texts=len(fields)), *failed]
 
 
-def write(ranked: Sequence[SweepMember], out: Path) -> None:
+def write(ranked: Sequence[SweepMember], out: Path, ensemble: EnsembleMember | None = None) -> None:
     """Write the file and, where matplotlib is installed, the picture, and link the best checkpoint."""
     models = [
         {
@@ -55,18 +56,25 @@ def write(ranked: Sequence[SweepMember], out: Path) -> None:
         }
         for member in ranked
     ]
-    files.replace(out / RESULTS, json.dumps({"models": models}, indent=1).encode())
+    found: dict[str, Any] = {"models": models}
+    if ensemble is not None:
+        found["ensemble"] = {
+            "members": [str(member.folder.relative_to(out)) for member in ensemble.members],
+            **ensemble.settings,
+            "scores": dict(ensemble.found.scores).get(0),
+            "failure": ensemble.found.failure,
+        }
+    files.replace(out / RESULTS, json.dumps(found, indent=1).encode())
     if not ranked[0].found.failure:
         temporary = out / f".{BEST}.{secrets.token_hex(4)}"
-        place = ranked[0].folder / "checkpoints" / step_folder(ranked[0].found.best[0])
-        temporary.symlink_to(place.relative_to(out))
+        temporary.symlink_to(ranked[0].best_checkpoint.relative_to(out))
         os.replace(temporary, out / BEST)
     if importlib.util.find_spec("matplotlib") is not None:
-        draw(ranked, out / PICTURE)
+        draw(ranked, out / PICTURE, ensemble)
 
 
-def draw(ranked: Sequence[SweepMember], path: Path) -> None:
-    """Draw the scores by step, and for each field the best score by its value."""
+def draw(ranked: Sequence[SweepMember], path: Path, ensemble: EnsembleMember | None = None) -> None:
+    """Draw the scores by step, with the ensemble's as a line, and for each field the best score by its value."""
     from matplotlib.figure import Figure
 
     fields = [name for name, _ in ranked[0].point]
@@ -77,6 +85,8 @@ def draw(ranked: Sequence[SweepMember], path: Path) -> None:
         color, label = ("0.75", None) if place else ("C0", member.name)
         values = [math.nan if value is None else value for _, value in scores]
         curves.plot([at for at, _ in scores], values, marker=".", color=color, label=label)
+    if ensemble is not None:
+        curves.axhline(ensemble.found.best[1], color="C1", linestyle="--", label=ensemble.name)
     curves.set(xlabel="step", ylabel=ranked[0].found.metric)
     curves.legend(fontsize="small")
     for field, axes in zip(fields, panels, strict=True):
