@@ -15,13 +15,15 @@ from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.loaders import LOADERS
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
+from shardline.cluster import parse_address
 from shardline.core.image import BucketImage, WorkerSequence, replica_of
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import params_sha256
 from shardline.errors import CheckpointError, ShardlineError
+from shardline.host.ports import on_this_host
 from shardline.rpc.client import PsControl
-from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine
+from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched
 from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
@@ -231,7 +233,7 @@ class Checkpointer:
 
     def _pace(self, fetch: _Fetch, shard: int, address: str) -> FetchPace:
         # A link to another machine is shared with training, so that fetching leaves most of it.
-        spared = not fetch.save.urgent and not on_this_machine(address)
+        spared = not fetch.save.urgent and not on_this_host(parse_address(address)[0])
         if spared:
             fetch.spared[shard] = address
         return FetchPace(address, self._links, self._bucket, self._hurry, capped=spared)
