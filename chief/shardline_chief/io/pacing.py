@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardline_chief.rules.flows.checkpointing import SHARE
 
@@ -23,18 +23,6 @@ MEASURED_BYTES = 4 << 20
 """Fewest bytes by which a link is measured; the first bytes of a connection say little."""
 LEAST_RATE = 1e6
 """Bytes per second taken even of the slowest link: below 25 MB/s the share would hold servers' copies for hours."""
-
-
-class Wakeable(Protocol):
-    """The part of threading.Event that pacing uses."""
-
-    def is_set(self) -> bool:
-        """Whether to stop waiting altogether."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for `timeout` seconds, or until the event is set."""
-        ...
 
 
 class TokenBucket:
@@ -88,7 +76,7 @@ class FetchPace:
         address: str,
         links: Links,
         bucket: TokenBucket,
-        hurry: Wakeable,
+        hurry: threading.Event,
         *,
         capped: bool,
         clock: Callable[[], float] = time.monotonic,

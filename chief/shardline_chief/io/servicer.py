@@ -51,6 +51,7 @@ from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_stat
 from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, places_pb2, places_pb2_grpc
 from shardline_chief.io.control import Control
+from shardline_chief.io.streams import StreamChannel
 from shardline_chief.io.targets import own_metrics, tell_left_out
 from shardline_chief.rules.messages import Beat, Join
 
@@ -65,45 +66,10 @@ MOST_FETCHES = 16
 """Checkpoints that are sent at a time: each keeps one on disk and a tensor of it in memory."""
 FETCH_TIMES = 10
 """How many --timeouts the sending of one may take."""
-MOST_WAITING = 16
-"""Orders that wait until a task reads them."""
 MAX_LOADERS = 16
 """Highest number of a worker's loader."""
 MAX_STEPS = 4096
 """Most step reports in one heartbeat."""
-
-
-class StreamChannel:
-    """Passes the orders of one heartbeat stream from the control thread to the server's event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
-
-    def send(self, orders: Orders) -> None:
-        """Queue orders for the stream."""
-        self._put(orders)
-
-    def close(self) -> None:
-        """End the stream after what is queued."""
-        self._put(None)
-
-    def refuse(self, error: ShardlineError) -> None:
-        """End the stream with an error after what is queued."""
-        self._put(error)
-
-    def _put(self, item: Orders | ShardlineError | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._add, item)
-        except RuntimeError:
-            # The loop is closed: the server, and with it the stream, has ended.
-            log.debug("orders for a heartbeat stream that has ended")
-
-    def _add(self, item: Orders | ShardlineError | None) -> None:
-        # Each replaces those before it, which a task that reads nothing lets wait.
-        while self.queue.qsize() >= MOST_WAITING:
-            self.queue.get_nowait()
-        self.queue.put_nowait(item)
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
