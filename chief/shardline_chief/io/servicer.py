@@ -17,7 +17,7 @@ import torch
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
-from shardline.core.orders import Orders, StepReport
+from shardline.core.orders import StepReport
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
@@ -124,7 +124,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             while (orders := await channel.queue.get()) is not None:
                 if isinstance(orders, ShardlineError):
                     raise orders
-                yield orders_to_proto(orders)
+                scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
+                yield to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
             if reader.done() and not reader.cancelled() and reader.exception() is not None:
                 raise reader.exception() or ProtocolError("heartbeat failed")
         finally:
@@ -374,12 +375,6 @@ def _measured(message: chief_pb2.StepReport) -> dict[str, Any]:
     """Figures that can't be negative; 0 for one that is, or is no number."""
     found = {name: getattr(message, name) for name in MEASURED}
     return {name: value if math.isfinite(value) and value >= 0.0 else 0.0 for name, value in found.items()}
-
-
-def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
-    """Orders as a protobuf message."""
-    scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
-    return to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
 
 
 PLACES = "shardline.rpc.v1.Places"

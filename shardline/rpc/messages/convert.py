@@ -179,13 +179,6 @@ def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> t
     return tensors
 
 
-def replicas_from_proto(count: int, where: str) -> int:
-    """A number of replicas. Raises ProtocolError if it is too high."""
-    if count > MAX_REPLICAS:
-        raise ProtocolError(f"{where} has {count} replicas; the limit is {MAX_REPLICAS}")
-    return count
-
-
 def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
     return to_message(plan_pb2.PlanSpec, plan, plan_id=plan.plan_id)
 
@@ -226,7 +219,8 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
         if type(value) is not KINDS[name]:
             raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {KINDS[name].__name__}")
         found[name] = value
-    replicas_from_proto(found.get("replicas", 1), where)
+    if (replicas := found.get("replicas", 1)) > MAX_REPLICAS:
+        raise ProtocolError(f"{where} has {replicas} replicas; the limit is {MAX_REPLICAS}")
     return found
 
 
