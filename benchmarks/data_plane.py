@@ -28,7 +28,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSp
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
-from shardline.lanes.open import open_lane
+from shardline.lanes.negotiated import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration

@@ -273,6 +273,16 @@ def is_loopback(host: str) -> bool:
         return host.lower() in LOOPBACK_NAMES
 
 
+def names_loopback(header: str) -> bool:
+    """Whether the Host header of a request to a page names this machine's loopback.
+
+    A page that is open to everyone on its own machine answers only to such names. Otherwise a web site that points its
+    own name at 127.0.0.1 (DNS rebinding) could read the page through a browser on this machine.
+    """
+    text = header.strip()
+    return is_loopback(text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0])
+
+
 def check_bind(what: str, host: str, flag: str, security: Security, *, insecure: bool) -> None:
     """Raise UsageError if something would listen without TLS where other machines can reach it.
 

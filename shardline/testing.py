@@ -24,9 +24,9 @@ from torch import nn
 
 from shardline import cadence, consistency, division
 from shardline.core.contributions import Contributions, mean
-from shardline.core.gradients import flat_bucket
+from shardline.core.gradients import flat_bucket, write_bucket
 from shardline.core.image import VALUE, BucketImage
-from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.plan import Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import Block, clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.scores import counts
@@ -270,7 +270,7 @@ class Training:
             if bucket.kind is TensorKind.TABLE:
                 self.tables.load({self.plan.tensors[bucket.slices[0].tensor].name: image})
                 continue
-            _write(self.plan, bucket, image.tensors[VALUE], {**self.params, **self.buffers})
+            write_bucket(self.plan, bucket, image.tensors[VALUE], {**self.params, **self.buffers})
             self.at, self.version = image.step, image.version
             if bucket.kind is TensorKind.PARAM:
                 state = {"tensors": image.tensors, "scalars": image.scalars, "initialized": image.initialized}
@@ -409,13 +409,13 @@ class _RuleStepper:
             answer = updater.answer(values, self.task)
             if Need.PULLS in updater.rule.needs:
                 updater.sent(self.task, answer)
-            _write(self.plan, bucket, answer, self.trained)
+            write_bucket(self.plan, bucket, answer, self.trained)
 
     def parameters(self) -> Values:
         """Copies of the trained parameters, which differ from the worker's if the rule looks ahead."""
         found = copies(self.trained)
         for bucket, flat in zip(self.buckets, self.values, strict=True):
-            _write(self.plan, bucket, flat, found)
+            write_bucket(self.plan, bucket, flat, found)
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -427,17 +427,6 @@ class _RuleStepper:
             self.values[number] = flat_bucket(self.plan, bucket, self.trained, self.device)
             updater.load(**state[f"bucket {number}"])
         self._pull()
-
-
-@torch.no_grad()
-def _write(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, into: Values) -> None:
-    for piece in bucket.slices:
-        tensor = plan.tensors[piece.tensor]
-        first = piece.first_row * tensor.row_elements
-        whole = into[tensor.name].reshape(-1)
-        whole[first : first + piece.elements] = flat[piece.offset : piece.end]
-        # reshape() may have made a copy.
-        into[tensor.name].copy_(whole.view(tensor.shape))
 
 
 def copies(values: Mapping[str, torch.Tensor]) -> Values:

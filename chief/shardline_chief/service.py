@@ -25,7 +25,7 @@ from shardline.observability.metrics import Metrics
 from shardline.roles import ROLES
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
-from shardline_chief.io.checkpointer import KEEP_ALL, Checkpointer, ResumePoint
+from shardline_chief.io.checkpointer import KEEP_ALL, Checkpointer
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
 from shardline_chief.io.journal import Journal, run_to_replay
@@ -37,6 +37,7 @@ from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, obstacle, replay
+from shardline_chief.rules.state.checkpoints import Resume
 from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")
@@ -240,7 +241,7 @@ class ChiefProcess:
             self._reporter.shelf.put(step, store.dir / step_folder(step))
         self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)
         self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
-        point = ResumePoint(resume) if resume is not None else None
+        point = Resume(resume) if resume is not None else None
         began_s = remembered.began_s if remembered is not None else None
         program = Program(
             settings,

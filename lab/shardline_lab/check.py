@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,15 +46,15 @@ def check(**flags: Any) -> int:
 
     leave_compiler_out()
     from shardline.job import load_job
-    from shardline_lab.comparison.checked_job import checked_job
     from shardline_lab.comparison.difference import differences
+    from shardline_lab.comparison.plain import checked_job
 
     steps: int = flags["steps"]
     path = options.existing_job(flags["job"])
     assert path is not None
     # Once: what a file registers, such as an operator, can't be registered again.
-    job = load_job(path, options.overrides({**flags, "steps": None}), workers=1)
-    if replaced := checked_job(job, steps).replaced:
+    job, replaced = checked_job(load_job(path, options.overrides({**flags, "steps": None}), workers=1), steps)
+    if replaced:
         click.echo(
             f"compared without {', '.join(replaced)}, which plain PyTorch has no equal for: synchronous, an exchange "
             "in every step, exact bytes"
@@ -89,18 +90,13 @@ def check(**flags: Any) -> int:
 
 def _plain(job: Job, flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
     from shardline.host.process import resolve_device
-    from shardline_lab.comparison.checked_job import checked_job
     from shardline_lab.comparison.plain import PlainTraining
 
-    checked = checked_job(job, flags["steps"])
-    return PlainTraining(checked.job, resolve_device(flags["device"])).run(flags["steps"])
+    return PlainTraining(job, resolve_device(flags["device"])).run(flags["steps"])
 
 
 def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) -> dict[int, dict[str, Tensor]]:
-    from shardline_lab.comparison.checked_job import checked_job
     from shardline_lab.comparison.served import InProcessCluster, train_served
-
-    checked = checked_job(job, steps)
 
     with tempfile.TemporaryDirectory(prefix="shardline-check-") as folder:
         cluster = InProcessCluster(
@@ -113,4 +109,4 @@ def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) ->
             ps_device=flags["ps_device"],
             timeouts=Timeouts(total_s=flags["timeout"]),
         )
-        return train_served(checked.job, cluster)
+        return train_served(dataclasses.replace(job, steps=steps), cluster)

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from shardline.cli.process_exits import TaskExits, describe_code
 from shardline.cluster import UNNAMED, ClusterSpec, format_address
@@ -142,7 +141,10 @@ class RemoteTasks:
 
     def run(self) -> int:
         """Start all tasks and follow them to the end of the job; returns its exit code. Raises UsageError."""
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, lambda caught, _frame: self._events.put(caught))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             for task in self._on:
                 self._start(task)
@@ -151,9 +153,6 @@ class RemoteTasks:
             self._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        self._events.put(number)
 
     def _start(self, task: str) -> None:
         target = self._on[task]

@@ -14,8 +14,7 @@ from shardline.consistency.base import Clock, Consistency, Gives
 from shardline.consistency.cuts import AT_ONE_STEP, Cuts
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, StepWanted, Terms
-from shardline.consistency.worker.base import WorkerHalf
-from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.consistency.worker import SharedSteps, WorkerHalf
 from shardline.core.image import WorkerSequence, origin, replica_of
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext

@@ -16,22 +16,18 @@ from shardline.core.placement import Post
 from shardline.core.plan import Plan
 from shardline.core.spec import TensorSpec
 from shardline.data import BatchSource, DataSource
-from shardline.division import Share
+from shardline.division import Division, Share
 from shardline.division.base import Gradients, Predict
-from shardline.division.whole import unused_codec
 from shardline.errors import JobError
 from shardline.model import model_tensors
 from shardline_pipeline import fit, tensor_parallel
 from shardline_pipeline.staged import StagedModel
 
 
-class DividedReplicas:
-    """A Division."""
+class DividedReplicas(Division):
+    """The division of jobs in which a unit is a part of a replica."""
 
     partial = True
-
-    def __init__(self, job: Any) -> None:
-        self.job = job
 
     @functools.cached_property
     def schedule(self) -> pipeline.PipelineSchedule:
@@ -120,7 +116,7 @@ class DividedReplicas:
     @property
     def warnings(self) -> Sequence[str]:
         if not self.schedule.staged:
-            return unused_codec(self.job.codec_parcels)
+            return super().warnings
         return [self.schedule.warning] if self.schedule.warning else []
 
     # A worker

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,7 +34,6 @@ from shardline.rpc.v1 import data_pb2
 from shardline.rpc.v1.parameter_server_pb2_grpc import add_ParameterServerServicer_to_server
 from shardline.security import holds
 from shardline.server.admission import admit_data, outcome_to_proto
-from shardline.server.backend import Backend
 from shardline.server.buffers import Buffers
 from shardline.server.data_plane import DataPlane
 from shardline.server.pace import Pace
@@ -48,16 +47,10 @@ from shardline_aggregator.uplink import Uplink
 NOT_YET = (Outcome.FENCED, Outcome.NOT_CONFIGURED)
 
 
-class Relay(Backend, Protocol):
-    async def ready_for(self, timeline: int, admits: Callable[[], bool]) -> None: ...
-
-    async def standing(self, shard: int, replicas: Sequence[int]) -> Standing: ...
-
-
 class Plane(DataPlane):
     """Push and pull as at the servers; the progress of replicas is known to these alone."""
 
-    def __init__(self, relay: Relay, attachments: Attachments) -> None:
+    def __init__(self, relay: Aggregator, attachments: Attachments) -> None:
         super().__init__(relay, attachments)
         self._relay = relay
 
@@ -88,7 +81,7 @@ class Plane(DataPlane):
         )
 
 
-def registered(relay: Relay, attachments: Attachments) -> Callable[[Any], None]:
+def registered(relay: Aggregator, attachments: Attachments) -> Callable[[Any], None]:
     """What adds the service to a server."""
     # The generated base answers all other calls: they are not implemented.
     plane = Plane(relay, attachments)  # type: ignore[abstract]

@@ -26,7 +26,7 @@ from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequence
 from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.messages.records import verdict_from_proto
-from shardline.rpc.messages.status import STANDBY_STATES, choices_to_proto
+from shardline.rpc.messages.status import choices_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.incoming_push import PushResult
 from shardline.storage.table import TableBucket
@@ -70,7 +70,6 @@ def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> para
 
 
 def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
-    standby = standbys.view(shard.number)
     step_min, choices = shard.step_min, choices_of(shard.mode)
     made = choices.made() if choices is not None and choices.leads else None
     return to_message(
@@ -88,11 +87,6 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
         ],
         waiting_for=shard.mode.waiting_for(),
         bytes=shard.held_bytes,
-        standby=STANDBY_STATES[standby.state],
-        standby_task=standby.task,
-        standby_record=standby.record,
-        standby_silent_s=standby.silent_s,
-        standby_problem=standby.problem,
         choices=choices_to_proto(made) if made is not None else None,
         tables=[
             parameter_server_pb2.TableStatus(
@@ -104,6 +98,7 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
             for bucket in shard.buckets
             if isinstance(bucket, TableBucket)
         ],
+        **standbys.view(shard.number),
     )
 
 
@@ -295,13 +290,9 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
                 assembler = ImageAssembler(max_bytes=shard.settings.plan.shards[shard.number].image_bytes)
             if shard is None or assembler is None:
                 raise ProtocolError("Restore must start with its head")
-            header = frame.header if frame.HasField("header") else None
-            chunk = frame.chunk if frame.HasField("chunk") else None
-            if header is not None or chunk is not None:
-                image = assembler.feed(header, chunk)
-                if image is not None:
-                    at_most(len(images) + 1, len(shard.buckets), f"Restore of shard {shard.number}: buckets")
-                    images.append(image)
+            if (image := assembler.read(frame)) is not None:
+                at_most(len(images) + 1, len(shard.buckets), f"Restore of shard {shard.number}: buckets")
+                images.append(image)
             if frame.HasField("end"):
                 ended = True
                 sequences = sequences_from_proto(frame.end.sequences)

@@ -88,10 +88,7 @@ class StateCalls(DataPlane):
                 assembler = ImageAssembler(max_bytes=states * max(bucket.spec.elements for bucket in shard.buckets) * 8)
             if shard is None or assembler is None:
                 raise ProtocolError("PutState must start with its head")
-            header = frame.header if frame.HasField("header") else None
-            chunk = frame.chunk if frame.HasField("chunk") else None
-            image = assembler.feed(header, chunk) if header is not None or chunk is not None else None
-            if image is not None:
+            if (image := assembler.read(frame)) is not None:
                 at_most(len(images) + 1, len(shard.buckets), f"PutState of shard {shard.number}: buckets")
                 images.append(image)
             if frame.HasField("end"):

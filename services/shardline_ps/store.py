@@ -198,25 +198,6 @@ class ParameterStore:
         done.begun.add_done_callback(lambda begun: post(loop, done.never_began) if begun.cancelled() else None)
         return done
 
-    def configure(
-        self,
-        configuration: PsConfiguration,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        keep: Collection[int] = (),
-        keep_standbys: Collection[int] = (),
-    ) -> bool:
-        """check(), let_go() and make() in one turn of the loop, for a store that no calls use: waits for nothing.
-
-        False if the configuration is in force already.
-        """
-        change = self.check(configuration, keep=keep, keep_standbys=keep_standbys)
-        if change is None:
-            return False
-        self.let_go(change, loop)
-        self.make(change, loop)
-        return True
-
     def check(
         self, configuration: PsConfiguration, *, keep: Collection[int] = (), keep_standbys: Collection[int] = ()
     ) -> Reconfiguration | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardline.cadence.base import (
     Cadence as Cadence,
     Held as Held,
-    InnerOptimizer as InnerOptimizer,
     LocalTraining as LocalTraining,
     Outgoing as Outgoing,
     Rounds as Rounds,

@@ -25,7 +25,7 @@ import abc
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -33,6 +33,7 @@ from shardline.core.fixed import fixed
 from shardline.core.spec import Argument, TensorKind, TensorSpec, itemsize
 from shardline.errors import JobError
 from shardline.seams import Resident
+from shardline.update.torch_optim.inner import InnerOptimizers
 
 Values = Mapping[str, torch.Tensor]
 """Tensors by their names in the job."""
@@ -60,26 +61,6 @@ class Outgoing:
     """Tensors whose gradients are not finite, among those that are not sent."""
 
 
-class InnerOptimizer(Protocol):
-    """The job's optimizer on a worker: it changes the model's tensors, and keeps a state per replica."""
-
-    def began(self, step: int) -> None:
-        """Start a step, maybe again: every replica has the state that it had at this step's beginning."""
-
-    def arrived(self, step: int) -> None:
-        """The exchange that ended the step before is complete: that step will not start over."""
-
-    def update(self, replica: int, gradients: Values, hyper: Hyper, *, last: bool) -> None:
-        """Take one optimizer step on the model's parameters, for a replica. last: it is the replica's last of the step.
-
-        gradients: by name; a missing one leaves its parameter and state as they are. They are not changed.
-        """
-
-    @property
-    def rates(self) -> Mapping[int, float]:
-        """The learning rates of the last update, by parameter group."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """The tensors of a worker's cadence."""
@@ -90,7 +71,7 @@ class Held:
     """Tensors written by pulls. The same objects as `model`, unless the cadence sends deltas."""
     specs: Sequence[TensorSpec]
     """Kind, shape and parameter group of each, in plan order."""
-    inner: InnerOptimizer | None = None
+    inner: InnerOptimizers | None = None
     """The job's optimizer over `model`, if the cadence has an outer_rule."""
     replicas: int = 1
     """Of the job."""

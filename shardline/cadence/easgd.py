@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Values
+from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing, Values
 from shardline.cadence.local_training import Kept, KeptCopies, LocalCadence
 from shardline.errors import JobError
+from shardline.update.torch_optim.inner import InnerOptimizers
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ElasticCopies(KeptCopies):
     round; in an asynchronous one x may have moved, but what one side gains the other loses.
     """
 
-    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizer, alpha: float) -> None:
+    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizers, alpha: float) -> None:
         super().__init__(cadence, held, inner)
         self._alpha = alpha
 

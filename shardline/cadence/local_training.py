@@ -24,7 +24,6 @@ from shardline.cadence.base import (
     UNTOLD,
     Cadence,
     Held,
-    InnerOptimizer,
     LocalTraining,
     Outgoing,
     Rounds,
@@ -34,6 +33,7 @@ from shardline.cadence.base import (
 )
 from shardline.core.spec import Argument, TensorKind
 from shardline.errors import JobError
+from shardline.update.torch_optim.inner import InnerOptimizers
 
 
 class LocalCadence(Cadence):
@@ -66,7 +66,7 @@ class LocalCopies(LocalTraining):
     Between two passes the model shows the values of the replica that ran last; between two rounds, the servers'.
     """
 
-    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizer) -> None:
+    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizers) -> None:
         self._cadence = cadence
         self._rounds = cadence.rounds
         self._held = held
@@ -169,7 +169,7 @@ class KeptCopies(LocalCopies):
     process, or the job has rolled back.
     """
 
-    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizer) -> None:
+    def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizers) -> None:
         super().__init__(cadence, held, inner)
         self._step = 0
         self._kept: dict[int, dict[int, Kept]] = {}

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from shardline.cadence.base import Held, InnerOptimizer, LocalTraining, Outgoing, Rounds, Values
+from shardline.cadence.base import Held, LocalTraining, Outgoing, Rounds, Values
 from shardline.cadence.diloco import DiLoCo
 from shardline.cadence.local_training import Kept, KeptCopies
 from shardline.errors import JobError
+from shardline.update.torch_optim.inner import InnerOptimizers
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class FragmentCopies(KeptCopies):
     change a fragment in its own steps only, so a delta refers to the values that the fragment's last exchange returned.
     """
 
-    def __init__(self, cadence: StreamingDiLoCo, held: Held, inner: InnerOptimizer) -> None:
+    def __init__(self, cadence: StreamingDiLoCo, held: Held, inner: InnerOptimizers) -> None:
         super().__init__(cadence, held, inner)
         self._fragments, self._alpha, self._overlap = cadence.fragments, cadence.alpha, cadence.overlap
         self._apart: set[int] = set()

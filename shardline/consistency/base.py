@@ -16,7 +16,7 @@ from shardline import plugins
 from shardline.consistency.cuts import EACH_BY_ITSELF, Cuts
 from shardline.consistency.intake import BOTH_STEPS, INITIAL, LATEST, OF_REPLICAS, BatchChoice, Intake, Publishing
 from shardline.consistency.server import ServerHalf, Terms
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import WorkerHalf
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import JobError, ShardlineError
 from shardline.seams import Resident

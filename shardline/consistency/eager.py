@@ -12,7 +12,7 @@ from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.spares import SpareContributions, SpareSteps, check_spares, needed
 from shardline.consistency.voted import VotedSteps
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import WorkerHalf
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import nonfinite_names
 from shardline.core.reduce import is_finite, stays_finite

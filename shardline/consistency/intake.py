@@ -7,9 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from shardline.consistency.worker.base import WorkerHalf
-from shardline.consistency.worker.own_pushes import OwnPushes
-from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.consistency.worker import OwnPushes, SharedSteps, WorkerHalf
 from shardline.core.contributions import Contributions
 from shardline.core.plan import BucketSpec, ShardSpec
 from shardline.core.reduce import sums_of

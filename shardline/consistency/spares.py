@@ -15,7 +15,7 @@ from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import progress
 from shardline.consistency.server import ShardVote, Staged, Terms
 from shardline.consistency.voted import VotedSteps
-from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.consistency.worker import SharedSteps
 from shardline.core.choices import choice_of, members
 from shardline.core.contributions import Partial
 from shardline.core.image import WorkerSequence

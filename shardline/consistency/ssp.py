@@ -15,8 +15,7 @@ from shardline.consistency.eager import Eager
 from shardline.consistency.intake import LEASED, NUMBERED, BatchChoice, Intake
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
-from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
-from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker import ComputedAt, OwnPushes, Stamp, WorkerHalf
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.records import AppliedPush

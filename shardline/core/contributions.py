@@ -61,16 +61,13 @@ def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
         target = _target(left, right)
         out = torch.empty_like(left.values) if target is None else target
         return Partial(torch.add(left.values, right.values, out=out), left.present, bound=bound)
-    return Partial(_merge_slices(left, right, bucket), _either(left.present, right.present), bound=bound)
+    either = tuple(a or b for a, b in zip(left.present, right.present, strict=True))
+    return Partial(_merge_slices(left, right, bucket), either, bound=bound)
 
 
 def _target(left: Partial, right: Partial) -> torch.Tensor | None:
     """Memory that the sum may overwrite."""
     return right.values if left.borrowed and not right.borrowed else None if left.borrowed else left.values
-
-
-def _either(left: Present, right: Present) -> Present:
-    return tuple(a or b for a, b in zip(left, right, strict=True))
 
 
 def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Tensor:

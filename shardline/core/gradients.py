@@ -139,3 +139,15 @@ def flat_bucket(
             start = piece.first_row * tensor.row_elements
             found[piece.offset : piece.end] = value.detach().reshape(-1)[start : start + piece.elements]
     return found
+
+
+@torch.no_grad()
+def write_bucket(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
+    """Write a bucket into the tensors, by name, that it has parts of: the inverse of flat_bucket()."""
+    for piece in bucket.slices:
+        tensor = plan.tensors[piece.tensor]
+        first = piece.first_row * tensor.row_elements
+        whole = into[tensor.name].reshape(-1)
+        whole[first : first + piece.elements] = flat[piece.offset : piece.end]
+        # reshape() may have made a copy.
+        into[tensor.name].copy_(whole.view(tensor.shape))

@@ -5,13 +5,16 @@ library, which add to PIPELINES: pipelines, whose workers compute stages of a re
 workers compute parts of layers. Whoever needs to know what a worker computes, pulls or pushes asks the division.
 """
 
-from shardline.division.base import Division as Division, DivisionChoice as DivisionChoice, Gradients as Gradients
+from shardline.division.base import (
+    Division as Division,
+    DivisionChoice as DivisionChoice,
+    Gradients as Gradients,
+    numbered as numbered,
+)
 from shardline.division.share import Key as Key, Share as Share
 from shardline.division.whole import (
     PIPELINES as PIPELINES,
     WholeModel as WholeModel,
-    WholeReplicas as WholeReplicas,
-    numbered as numbered,
     of as of,
     of_parts as of_parts,
 )

@@ -1,4 +1,4 @@
-"""Ports that are chosen before anything listens on them, and stay reserved until then."""
+"""Addresses of this host, and ports that stay reserved until something listens on them."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
             f"no port of {host} can be bound: {error.strerror}; is that an address of this host?"
         ) from None
     return held
+
+
+def on_this_host(host: str) -> bool:
+    """Whether a name or address belongs to this host (or to this network namespace), so that it can be bound."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind((where[0], 0, *where[2:]))
+        except OSError:
+            continue
+        return True
+    return False

@@ -158,7 +158,7 @@ class CallServer:
     def _end(self) -> None:
         self._closing = self._closed = True
         # The attachment and this refer to each other; its memory is not to wait for a garbage collection.
-        self._broke = _nobody
+        self._broke = lambda reason: None
         if self._task is not None:
             self._task.cancel()
         sock, self._sock = self._sock, None
@@ -332,7 +332,3 @@ class CallServer:
 def _pending(sock: socket.socket) -> bool:
     """Whether there may be more to read from TLS although the socket is not readable: bytes that have arrived there."""
     return bool(sock.pending())  # type: ignore[attr-defined]  # of TlsSocket
-
-
-def _nobody(reason: str) -> None:
-    """Nobody has to be told any more."""

@@ -100,10 +100,7 @@ class ShardCalls:
             for frame in self._started(
                 self._stub.GetState(state_request(sender, self._shard, step, buckets), timeout=timeout_s)
             ):
-                header = frame.header if frame.HasField("header") else None
-                chunk = frame.chunk if frame.HasField("chunk") else None
-                image = assembler.feed(header, chunk) if header is not None or chunk is not None else None
-                if image is not None:
+                if (image := assembler.read(frame)) is not None:
                     images.append(image)
                 if frame.HasField("end"):
                     outcome = outcome_from_proto(frame.outcome)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
+from shardline.cluster import parse_address
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
+from shardline.core.plan import ShardSpec
+from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
+from shardline.host.ports import on_this_host
+from shardline.lanes import candidates
 from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
+from shardline.rpc.channel import Peer
 from shardline.waist import Exchanged, Memory, Push, Sender, Sink, Standing, Want
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardline.config import RoleConfig
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3
@@ -135,3 +147,27 @@ class NegotiatedLane:
             left = list(self._left)
         for lane in left:
             lane.close()
+
+
+def open_lane(
+    config: RoleConfig,
+    peer: Peer,
+    shard: int,
+    spec: ShardSpec,
+    *,
+    tensors: Collection[torch.Tensor] = (),
+    on_fallback: Fallback = lambda lane, reason: None,
+) -> Lane:
+    """The lane from this task to one shard, as --lane says; connects only with the first exchange.
+
+    tensors: the model's. on_fallback: called with (lane, reason) for a requested lane that
+    can't be used.
+    """
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else None
+    local = on_this_host(parse_address(peer.address)[0]) or config.run_dir is not None
+    kinds = candidates(config.lane, local=local, device=device)
+    if any(bucket.kind is TensorKind.TABLE for bucket in spec.buckets):
+        kinds = tuple(kind for kind in kinds if not kind.fixed_places)
+    lanes = [kind.connect(config, peer, shard, spec, device=device) for kind in kinds]
+    return NegotiatedLane(lanes, peer=str(peer), expected=[kind.name for kind in kinds], on_fallback=on_fallback)

@@ -20,7 +20,7 @@ from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_frames import HEADER, Kind, failure, frame
 from shardline.lanes.parcels import Inbox
-from shardline.lanes.socket_thread import SocketThread, shut
+from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import be_patient
 from shardline.lanes.tcp.server import Listening
 from shardline.lanes.tls_socket import TlsSocket
@@ -55,16 +55,9 @@ class ParcelPort:
         self._receivers: dict[str, ParcelReceiver] = {}
         """By task."""
         self._closed = False
-        self._thread = SocketThread("parcels")
         self._acceptor: TokenAcceptor[Callable[[socket.socket], None]] = TokenAcceptor(
-            listening.listener,
-            self._thread,
-            listening.handshake,
-            label="parcels",
-            valid_s=timeout_s,
-            on_refused=on_refused,
+            listening.listener, listening.handshake, label="parcels", valid_s=timeout_s, on_refused=on_refused
         )
-        self._acceptor.open()
 
     def open(self, who: Identity) -> worker_pb2.OpenParcelLaneReply:
         """What a checked sender needs to connect."""
@@ -102,7 +95,6 @@ class ParcelPort:
                 return
             self._closed = True
         self._acceptor.close()
-        self._thread.close()
         self._listening.close()
         for receiver in self._receivers.values():
             receiver.end()

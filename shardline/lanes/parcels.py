@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
+from shardline.cluster import parse_address
 from shardline.core.identity import Identity
 from shardline.core.parcel import Parcel
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
+from shardline.host.ports import on_this_host
 from shardline.host.segments import SegmentError
 from shardline.lanes import candidates
 from shardline.lanes.call_frames import MAX_REPLY_BYTES, CallFrameReader, Kind, frame, read_failure
 from shardline.lanes.negotiated import BREAKS, Fallback
-from shardline.lanes.open import on_this_host
 from shardline.lanes.socket_thread import NOT_READY, shut
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.channel import Peer
@@ -220,7 +221,9 @@ class ParcelWay:
         self._peer = peer
         self._who = who
         self._on_fallback = on_fallback
-        kinds = candidates(config.lane, local=on_this_host(peer.address) or config.run_dir is not None)
+        kinds = candidates(
+            config.lane, local=on_this_host(parse_address(peer.address)[0]) or config.run_dir is not None
+        )
         self._left = deque(kinds)
         self._breaks = 0
 

@@ -141,10 +141,10 @@ class Guest(Generic[T]):
 class TokenAcceptor(Generic[T]):
     """A listening socket, its tokens, and the guests that have not shown theirs yet.
 
-    listener: non-blocking; closed with the acceptor. thread: runs everything except grant(), revoke(), open() and
-    close(), which any thread may call. handshake(socket, address): for each new connection. label: kind of connection,
-    for on_refused(label, error), which is called on the thread for every guest that was turned away. valid_s: seconds
-    for which a token is valid.
+    listener: non-blocking; closed with the acceptor, whose thread runs everything except grant(), revoke() and close(),
+    which any thread may call. handshake(socket, address): for each new connection. label: kind of connection, for
+    on_refused(label, error), which is called on the thread for every guest that was turned away. valid_s: seconds for
+    which a token is valid.
     """
 
     limit_s = 1.0
@@ -153,7 +153,6 @@ class TokenAcceptor(Generic[T]):
     def __init__(
         self,
         listener: socket.socket,
-        thread: SocketThread,
         handshake: Callable[[socket.socket, str], Handshake[T]],
         *,
         label: str,
@@ -165,12 +164,13 @@ class TokenAcceptor(Generic[T]):
         """Number of guests that were turned away."""
         self.tokens: Tokens[T] = Tokens(valid_s)
         self._listener = listener
-        self._thread = thread
         self._handshake = handshake
         self._label = label
         self._on_refused = on_refused
         self._guests: set[Guest[T]] = set()
         self._closed = False
+        self._thread = SocketThread(f"{label}-accept")
+        self._thread.post(self._look)
 
     @property
     def guests(self) -> int:
@@ -186,12 +186,10 @@ class TokenAcceptor(Generic[T]):
         for token in tokens:
             self.tokens.revoke(token)
 
-    def open(self) -> None:
-        self._thread.post(self._look)
-
     def close(self) -> None:
-        """Accept no more, and turn away all guests. Called before the thread ends."""
+        """Accept no more, turn away all guests, and end the thread. May be called twice."""
         self._thread.post(self._close)
+        self._thread.close()
 
     # On the thread
 

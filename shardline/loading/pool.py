@@ -145,10 +145,6 @@ class Loader:
             "or prefetch"
         )
 
-    def hang_up(self) -> None:
-        """Have it end, when it has read the samples of a batch, without waiting for it."""
-        self.sock.close()
-
     def kill(self) -> None:
         self._process.kill()
 
@@ -352,7 +348,8 @@ class LoaderPool:
 def _end(loaders: list[Loader]) -> list[str]:
     """End these; returns how each of them has ended."""
     for loader in loaders:
-        loader.hang_up()
+        # It ends when it has read the samples of a batch.
+        loader.sock.close()
     deadline = time.monotonic() + END_S
     for loader in loaders:
         if not wait([loader.end], max(deadline - time.monotonic(), 0)):

@@ -18,8 +18,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from shardline.cluster import format_address
-from shardline.observability.host_header import names_loopback
-from shardline.security import PLAIN, Security, is_loopback
+from shardline.security import PLAIN, Security, is_loopback, names_loopback
 
 CONNECTIONS = 32
 """Concurrent connections; further ones are closed at once."""
@@ -44,7 +43,7 @@ def decide(security: Security, *, exposed: bool, peer: str, host: str, authoriza
     """The answer to a request from the IP address `peer`, with these Host and Authorization headers.
 
     A reader with the job's token is admitted. Without it, anyone on this machine is, by one of loopback's names (see
-    host_header.py); others only if the job has no token and the page is exposed, that is, open to other machines.
+    names_loopback()); others only if the job has no token and the page is exposed, that is, open to other machines.
     """
     scheme, _, token = authorization.partition(" ")
     if security.token and security.check(token.strip() if scheme.lower() == "bearer" else None):

@@ -118,14 +118,7 @@ class _Bearer(
             call.add_done_callback(lambda ended: forget_if_stale(self._prover, ended.trailing_metadata()))
         return call
 
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return self._call(continuation, client_call_details, request)
-
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return self._call(continuation, client_call_details, request_iterator)
-
-    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return self._call(continuation, client_call_details, request_iterator)
+    intercept_unary_stream = intercept_stream_unary = intercept_stream_stream = _call  # type: ignore[assignment]
 
 
 def forget_if_stale(prover: Prover, trailing: Metadata) -> None:

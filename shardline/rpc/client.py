@@ -148,12 +148,8 @@ class PsControl:
             try:
                 for frame in call:
                     pace(len(frame.chunk.payload))
-                    header = frame.header if frame.HasField("header") else None
-                    chunk = frame.chunk if frame.HasField("chunk") else None
-                    if header is not None or chunk is not None:
-                        image = assembler.feed(header, chunk)
-                        if image is not None:
-                            yield image
+                    if (image := assembler.read(frame)) is not None:
+                        yield image
                     if frame.HasField("end"):
                         ended = True
                         if sequences is not None:

@@ -118,15 +118,11 @@ class SizeGate(grpc.aio.ServerInterceptor):
     """Ends calls whose messages exceed the limits of limits.py or can't be parsed, before their handlers see them."""
 
     def __init__(self) -> None:
-        self._bounded = HandlerCache(self._with_limit)
+        self._bounded = HandlerCache(lambda method, handler: bounded(handler, method, message_limit(method)))
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The call's own handler, with limits."""
         return self._bounded.get(handler_call_details.method, await continuation(handler_call_details))
-
-    @staticmethod
-    def _with_limit(method: str, handler: Any) -> Any:
-        return bounded(handler, method, message_limit(method))
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package without types

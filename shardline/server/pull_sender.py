@@ -106,10 +106,8 @@ def refer_bucket(
         return Outcome.OVERTAKEN
     changed_step = bucket.changed_step
     state = bucket_state(bucket, want.step)
-    if bucket.spec.kind is TensorKind.TABLE:
-        state.unchanged = True
-        return Encoded(state, b"", 0)
-    if want.have is not None and changed_step <= want.have <= want.step:
+    stands = want.have is not None and changed_step <= want.have <= want.step
+    if stands or bucket.spec.kind is TensorKind.TABLE:
         state.unchanged = True
         return Encoded(state, b"", 0)
     state.codec, state.payload_bytes = coding.name, bucket.spec.nbytes
@@ -159,13 +157,9 @@ def encode_bucket(
         step = published_step(shard, bucket, want)
         if isinstance(step, Outcome):
             return step
-        state = bucket_state(bucket, step)
-        if bucket.spec.kind is TensorKind.TABLE:
-            state.unchanged = True
-            return Encoded(state, b"", 0)
-        written = coding.bucket(shard.number, number)
+        state, written = bucket_state(bucket, step), coding.bucket(shard.number, number)
         stands = want.have is not None and bucket.changed_step <= want.have <= step
-        if stands and not written.codec.memory.shared:
+        if bucket.spec.kind is TensorKind.TABLE or (stands and not written.codec.memory.shared):
             state.unchanged = True
             return Encoded(state, b"", 0)
         changed, memory = bucket.changed_step, coding.memory(shard.number, number, want.task)
@@ -361,16 +355,9 @@ async def _pull(
     deadline_s = time.monotonic() + wait_s
     generation = backend.generation
     coding = backend.coding.pull
-    started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
     out = PullWriter(attachment, new)
-
-    def served() -> data_pb2.PullEnd:
-        lane = attachment.lane if attachment is not None else ON_STREAM.lane
-        seconds = time.monotonic() - started_s
-        backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
-        return pull_end(backend, shard, Outcome.SERVED, buckets=wanted)
-
+    served = functools.partial(out.served, backend, shard, request.data.task, coding.name, wanted)
     find = _finder(backend, shard, want, coding, attachment, wanted_rows(shard, request))
     for number in wanted:
         while True:
@@ -433,7 +420,7 @@ def _finder(
     if may_refer(shard, want, coding, attachment):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
-    return functools.partial(_encode, backend, shard, want, coding, into)
+    return lambda number: backend.work(encode_bucket, shard, number, want, coding, into)
 
 
 def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> tuple[Outcome, str] | None:
@@ -496,12 +483,6 @@ def _no_slot(bucket: int, nbytes: int) -> None:
     return None
 
 
-def _encode(
-    backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, into: Into, number: int
-) -> Awaitable[Encoded | Outcome]:
-    return backend.work(encode_bucket, shard, number, want, coding, into)
-
-
 class Torn(Exception):
     """The data being sent has been overwritten by a later step."""
 
@@ -521,8 +502,17 @@ class PullWriter(Generic[R]):
         self._attachment = attachment
         self._new: New[R] = new
         self._kept: list[Encoded] = []
+        self._began_s = time.monotonic()
         self.raw_bytes = 0
         self.wire_bytes = 0
+
+    def served(
+        self, backend: Backend, shard: HostedShard, task: str, codec: str, buckets: Collection[int] = ()
+    ) -> data_pb2.PullEnd:
+        """Note that a task's pull of these buckets, () = all, is answered in full, and make its end."""
+        lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
+        backend.pulled(task, codec, lane, self.raw_bytes, self.wire_bytes, time.monotonic() - self._began_s)
+        return pull_end(backend, shard, Outcome.SERVED, buckets=buckets)
 
     async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[R]:
         """Messages to send now; states may be kept for the next message, unless there is an end. Raises Torn."""
@@ -586,15 +576,8 @@ class AsyncReply:
                 self.buckets.append(encoded)
 
     async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[data_pb2.PushPullReply]:
-        started_s = time.monotonic()
         out = PullWriter(self._attachment, in_push_pull)
-
-        def served() -> data_pb2.PullEnd:
-            lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
-            seconds = time.monotonic() - started_s
-            backend.pulled(self._task, self._coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
-            return pull_end(backend, shard, Outcome.SERVED)
-
+        served = functools.partial(out.served, backend, shard, self._task, self._coding.name)
         for encoded in self.buckets:
             backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
             async for frame in out.add(encoded, served if encoded is self.buckets[-1] else None):

@@ -362,7 +362,8 @@ class BucketRule(ABC):
         """
         what = f"state of a bucket under {self.label}"
         count = len(self.site.bucket.slices)
-        tensors, initialized = without_values(tensors), list(initialized) or [False] * count
+        tensors = {key: tensor for key, tensor in tensors.items() if key != VALUE}
+        initialized = list(initialized) or [False] * count
         if len(initialized) != count:
             raise CheckpointError(f"{what}: {len(initialized)} initialized flags for {count} slices")
         for key in (*tensors, *scalars):
@@ -392,11 +393,6 @@ class BucketRule(ABC):
     def length_of(self, key: str) -> int:
         """Number of elements of this bucket's flat state."""
         return self.rule.flat_elements(self.site.spec, key, self.site.bucket, self.site.tensors)
-
-
-def without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An image's tensors without the parameters: only the states."""
-    return {key: tensor for key, tensor in tensors.items() if key != VALUE}
 
 
 def padding_positions(bucket: BucketSpec, device: torch.device) -> Tensor:

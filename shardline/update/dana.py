@@ -14,7 +14,7 @@ from shardline.core.spec import Argument, RuleSpec
 from shardline.errors import JobError
 from shardline.update.base import BucketRule, Need, Site, StateSpec
 from shardline.update.dc_asgd import compensated
-from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
+from shardline.update.elementwise import Run, moved, sent_states
 from shardline.update.momentum import LookAheadBucketRule, MomentumBucketRule, MomentumRule, rate_states
 
 _STRENGTH = 2.0
@@ -106,7 +106,7 @@ class DANAZeroBucket(LookAheadBucketRule):
         super().left(worker)
 
 
-class DANADCBucket(RemembersPulls, DANAZeroBucket):
+class DANADCBucket(DANAZeroBucket):
     """The same with delay compensation."""
 
     def __init__(self, rule: DANA, site: Site) -> None:

@@ -13,7 +13,7 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import RuleSpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update.base import Need, Site, StateSpec
-from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
+from shardline.update.elementwise import Run, moved, sent_states
 from shardline.update.momentum import require_sgd
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule, require_real
 
@@ -76,7 +76,7 @@ class DCASGD(WrappingRule):
         return DCASGDBucket(self, site)
 
 
-class DCASGDBucket(RemembersPulls, WrappingBucketRule):
+class DCASGDBucket(WrappingBucketRule):
     def __init__(self, rule: DCASGD, site: Site) -> None:
         super().__init__(rule, site)
         self._adaptive = rule.kind == "a"

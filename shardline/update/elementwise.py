@@ -31,7 +31,7 @@ An example of a rule in its own file:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,12 +216,33 @@ class Run:
         return sum(numbers[self.slices.start] != 0 for numbers in self._states.numbers_of_all(name))
 
 
-class ElementwiseBucketRule(BucketRule):
+class StatesBucketRule(BucketRule):
+    """Base of bucket rules that keep States: those that are named, or all that the rule declares."""
+
+    def __init__(self, rule: UpdateRule, site: Site, named: Iterable[str] | None = None) -> None:
+        super().__init__(rule, site)
+        self.kept = States(self, tuple(self.states if named is None else named))
+
+    @property
+    def workers(self) -> frozenset[str]:
+        return self.kept.workers()
+
+    def left(self, worker: str) -> None:
+        """See BucketRule. A rule whose shared states contain the worker's part removes it first."""
+        self.kept.drop(worker)
+
+    def sent(self, worker: str, values: Tensor) -> None:
+        """See BucketRule; for rules that have sent_states()."""
+        self.kept.tensor("sent", worker).copy_(values)
+        numbers = self.kept.numbers("was_sent", worker)
+        numbers[:] = [1.0] * len(numbers)
+
+
+class ElementwiseBucketRule(StatesBucketRule):
     """Base of bucket rules that compute each element independently."""
 
     def __init__(self, rule: UpdateRule, site: Site) -> None:
         super().__init__(rule, site)
-        self.kept = States(self, tuple(self.states))
         self._begun = [False] * len(site.bucket.slices)
         self._padding = padding_positions(site.bucket, site.device)
 
@@ -247,14 +268,6 @@ class ElementwiseBucketRule(BucketRule):
     def begun(self) -> bool:
         return any(self._begun)
 
-    @property
-    def workers(self) -> frozenset[str]:
-        return self.kept.workers()
-
-    def left(self, worker: str) -> None:
-        """See BucketRule. A rule whose shared states contain the worker's part removes it first."""
-        self.kept.drop(worker)
-
     def export(self) -> RuleState:
         if any(self._begun):
             self.kept.complete()
@@ -270,22 +283,11 @@ class ElementwiseBucketRule(BucketRule):
 
 
 def sent_states(dtype: torch.dtype, device: torch.device) -> dict[str, StateSpec]:
-    """The states of RemembersPulls: the values, and a flag per slice that says whether there are any."""
+    """What was sent to each worker: the values, and a flag per slice that says whether there are any."""
     return {
         "sent": StateSpec(dtype=dtype, device=device, per_worker=True),
         "was_sent": StateSpec(dtype=torch.float64, device=device, scalar=True, per_worker=True),
     }
-
-
-class RemembersPulls:
-    """A part of bucket rules that need Need.PULLS; it comes first among their bases."""
-
-    kept: States
-
-    def sent(self, worker: str, values: Tensor) -> None:
-        self.kept.tensor("sent", worker).copy_(values)
-        numbers = self.kept.numbers("was_sent", worker)
-        numbers[:] = [1.0] * len(numbers)
 
 
 def moved(run: Run) -> Tensor | None:

@@ -16,7 +16,7 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import Argument, RuleSpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update.base import Need, Site, StateSpec, Update
-from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
+from shardline.update.elementwise import Run, moved, sent_states
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule, require_real
 
 _EPS = 1e-8
@@ -90,7 +90,7 @@ class GapAware(WrappingRule):
         return GapAwareBucket(self, site)
 
 
-class GapAwareBucket(RemembersPulls, WrappingBucketRule):
+class GapAwareBucket(WrappingBucketRule):
     def __init__(self, rule: GapAware, site: Site) -> None:
         super().__init__(rule, site)
         self._decay = rule.decay

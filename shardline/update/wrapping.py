@@ -13,17 +13,8 @@ from torch import Tensor
 from shardline.core.push_context import PushContext
 from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
-from shardline.update.base import (
-    BucketRule,
-    RuleState,
-    Shape,
-    Site,
-    StateSpec,
-    Update,
-    UpdateRule,
-    padding_positions,
-)
-from shardline.update.elementwise import Run, States
+from shardline.update.base import RuleState, Shape, Site, StateSpec, Update, UpdateRule, padding_positions
+from shardline.update.elementwise import Run, StatesBucketRule
 from shardline.update.torch_optim.rule import Torch
 
 _TORCH = Torch()
@@ -60,13 +51,12 @@ class WrappingRule(UpdateRule):
         return _TORCH.packing(spec, state)
 
 
-class WrappingBucketRule(BucketRule):
+class WrappingBucketRule(StatesBucketRule):
     """Base of bucket rules that change a gradient and pass it to the job's optimizer."""
 
     def __init__(self, rule: WrappingRule, site: Site) -> None:
-        super().__init__(rule, site)
+        super().__init__(rule, site, rule.own_states(site.dtype, site.device))
         self.inner = _TORCH.make(site)
-        self.kept = States(self, tuple(rule.own_states(site.dtype, site.device)))
         self._padding = padding_positions(site.bucket, torch.device("cpu"))
 
     @abstractmethod
@@ -99,13 +89,6 @@ class WrappingBucketRule(BucketRule):
     def runs_of(self, update: Update, values: Tensor) -> list[Run]:
         """The runs of a push. values: the bucket's, for run.values."""
         return self.kept.runs(values, gradient=update.gradient, present=update.present, worker=update.context.task)
-
-    @property
-    def workers(self) -> frozenset[str]:
-        return self.kept.workers()
-
-    def left(self, worker: str) -> None:
-        self.kept.drop(worker)
 
     def export(self) -> RuleState:
         inner = self.inner.export()

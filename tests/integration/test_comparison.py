@@ -20,9 +20,8 @@ from shardline.errors import NonFiniteError, UsageError
 from shardline.job import Job
 from shardline.testing import reference
 from shardline_chief import service as chief
-from shardline_lab.comparison.checked_job import checked_job
 from shardline_lab.comparison.difference import Difference, differences
-from shardline_lab.comparison.plain import PlainTraining
+from shardline_lab.comparison.plain import PlainTraining, checked_job
 from shardline_lab.comparison.served import InProcessCluster, train_served
 from shardline_ps import service as ps
 from tests.support.jobs import Rich, make_job, mse

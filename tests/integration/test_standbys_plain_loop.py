@@ -21,8 +21,7 @@ from shardline.client.step.trainer import RetainedContribution
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.consistency import of
-from shardline.consistency.worker import ComputedAt
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import ComputedAt, WorkerHalf
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import RolledBackError, UnreachableError

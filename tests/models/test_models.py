@@ -20,9 +20,8 @@ from shardline.config import RoleConfig
 from shardline.errors import ShardlineError
 from shardline.model import named_tensors
 from shardline_chief import service as chief
-from shardline_lab.comparison.checked_job import checked_job
 from shardline_lab.comparison.difference import differences
-from shardline_lab.comparison.plain import PlainTraining
+from shardline_lab.comparison.plain import PlainTraining, checked_job
 from shardline_lab.comparison.served import InProcessCluster, train_served
 from shardline_ps import service as ps
 from tests.models.changes import CHANGES

@@ -17,7 +17,7 @@ import shardline_pipeline as pipeline
 from shardline import consistency
 from shardline.client.layout import ModelLayout
 from shardline.consistency.server import StepWanted
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import WorkerHalf
 from shardline.core.image import WorkerSequence, origin
 from shardline.core.outcome import Outcome
 from shardline.core.records import Begin

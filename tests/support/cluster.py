@@ -36,7 +36,7 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
 from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import Lane
-from shardline.lanes.open import open_lane
+from shardline.lanes.negotiated import open_lane
 from shardline.model import named_values
 from shardline.nn import tables_of
 from shardline.rpc.channel import Peer

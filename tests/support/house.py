@@ -12,7 +12,7 @@ from shardline.codecs.base import Codec
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.intake import BothSteps, Publishing
 from shardline.consistency.server import ServerHalf
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import WorkerHalf
 from shardline.lanes.kind import LaneKind
 from shardline.topology.base import Topology
 from shardline.update.base import UpdateRule

@@ -25,6 +25,16 @@ ELEMENTS = 1024
 NBYTES = 4 * ELEMENTS
 
 
+def configure(store: ParameterStore, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop) -> bool:
+    """Configure a store that no calls use, in one turn of its loop; False if that is in force already."""
+    change = store.check(configuration)
+    if change is None:
+        return False
+    store.let_go(change, loop)
+    store.make(change, loop)
+    return True
+
+
 def make_store(
     mode: str = "sync",
     *,
@@ -50,7 +60,7 @@ def make_store(
         cut_every=0,
         codec=codec,
     )
-    store.configure(configuration, asyncio.get_running_loop())
+    configure(store, configuration, asyncio.get_running_loop())
     store.authority.active = True
     assert len(store.shards[0].buckets) == buckets
     for bucket in store.shards[0].buckets:

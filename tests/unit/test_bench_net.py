@@ -17,10 +17,11 @@ import pytest
 from shardline.cli.main import main
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.host.ports import on_this_host
 from shardline_lab.bench import link as bench_link
 from shardline_lab.bench.command import BenchFigures, headline, table
 from shardline_lab.bench.lane import LaneFigures, pull_wait_s
-from shardline_lab.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
+from shardline_lab.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request
 
 
 @contextmanager
@@ -168,9 +169,9 @@ def test_port_in_use_is_a_sentence() -> None:
 
 
 def test_local_addresses_are_those_one_can_bind() -> None:
-    assert is_local("127.0.0.1")
-    assert not is_local("192.0.2.1")
-    assert not is_local("no-such-host.invalid")
+    assert on_this_host("127.0.0.1")
+    assert not on_this_host("192.0.2.1")
+    assert not on_this_host("no-such-host.invalid")
 
 
 def test_both_ends_on_one_machine_start_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
 from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec, parts_of
 from shardline.errors import CheckpointError, UsageError
 from shardline.update import BucketRule, bucket_rule, chosen, rule, wants_whole
-from shardline_chief.io.checkpointer import ResumePoint
+from shardline_chief.rules.state.checkpoints import Resume
 from tests.support.checkpoints import (
     BUFFER,
     EVERY_KIND,
@@ -489,7 +489,7 @@ def test_stages_go_on_from_a_checkpoint_without_them_and_the_other_way(tmp_path:
         (note,) = store.open(step).compatible(after)
         assert note.startswith("pipeline: ")
     # Every update counts as a batch that is done.
-    assert ResumePoint(store.open(1)).cursor == {"done": [[0, 1]]} and ResumePoint(store.open(0)).cursor == {}
+    assert Resume(store.open(1)).cursor == {"done": [[0, 1]]} and Resume(store.open(0)).cursor == {}
 
 
 # Export.

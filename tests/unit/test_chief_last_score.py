@@ -13,9 +13,9 @@ from shardline.cli.train import report
 from shardline.core.spec import RuleSpec
 from shardline.errors import CheckpointError
 from shardline.observability.metrics import Metrics
-from shardline_chief.io.checkpointer import ResumePoint
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import summary
+from shardline_chief.rules.state.checkpoints import Resume
 from tests.support.chief_cluster import Cluster, FakeResume, T, make_job
 
 
@@ -147,7 +147,7 @@ def test_other_arguments_of_the_rule_are_told_and_more_steps_go_without_saying()
     stored = make_job()
     changed = dataclasses.replace(stored.rule, groups=({"lr": 0.5},))
     checkpoint = SimpleNamespace(job=stored, compatible=lambda job: resume_notes(stored, job, "/out/step-40"))
-    point = ResumePoint(checkpoint)  # type: ignore[arg-type]
+    point = Resume(checkpoint)  # type: ignore[arg-type]
     assert point.check(make_job(rule=changed)) == [LR]
     assert point.check(make_job(steps=300, checkpoint_every=7, checkpoint_keep=1, name="n")) == []
     with pytest.raises(CheckpointError, match="the update rule is Adam in the job, SGD in the checkpoint"):

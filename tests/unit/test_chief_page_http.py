@@ -20,8 +20,7 @@ import trustme
 
 from shardline.core.status import ChiefStatus, TaskStatus
 from shardline.errors import ClusterSpecError, UsageError
-from shardline.observability.host_header import host_of
-from shardline.security import PLAIN, Security, is_loopback
+from shardline.security import PLAIN, Security, is_loopback, names_loopback
 from shardline_chief.page import server as page_server
 from shardline_chief.page.access import PageAccess, check_exposure
 from shardline_chief.page.app import CURSOR_CHARACTERS, SECURITY_HEADERS, STREAMS, read_static
@@ -486,10 +485,11 @@ def test_loopback_is_known(host: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "host"), [("a.example:80", "a.example"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("", "")]
+    ("header", "loopback"),
+    [("a.example:80", False), ("[::1]:80", True), ("[::1]", True), ("localhost:80", True), ("", False)],
 )
-def test_the_host_is_read_from_its_header(header: str, host: str) -> None:
-    assert host_of(header) == host
+def test_the_host_is_read_from_its_header(header: str, loopback: bool) -> None:
+    assert names_loopback(header) is loopback
 
 
 # The files

@@ -14,10 +14,11 @@ from shardline.core.choices import Choices
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import UsageError
-from shardline_chief.io.journal import Journal, ReplayedRun, run_to_replay
+from shardline_chief.io.journal import Journal, run_to_replay
 from shardline_chief.rules.actions import Configure, Release
 from shardline_chief.rules.flows.servers import REPEATED_CHOICES
 from shardline_chief.rules.replay import replay
+from shardline_chief.rules.state.settings import ReplayedRun
 from shardline_chief.rules.state.state import ChoiceLog
 from tests.support.builders import make_job_spec
 from tests.support.chief_cluster import Cluster, make_job, running

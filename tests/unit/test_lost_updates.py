@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker import OwnPushes
 from shardline.core.image import WorkerSequence
 from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE, Phase
 from shardline.core.outcome import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline import plugins
-from shardline.client.api.own_ps import OwnPs
+from shardline.client.api.joining import OwnPs
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts

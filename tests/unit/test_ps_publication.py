@@ -18,6 +18,7 @@ from shardline.update import rule
 from shardline_ps.shard.shard import Shard, ShardSettings
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import make_settings
+from tests.support.pushes import configure
 
 TENSORS = (
     TensorSpec(name="w", shape=(301, 257), dtype="float32"),
@@ -133,7 +134,7 @@ def test_configure_takes_its_memory_from_the_store() -> None:
     )
     loop = asyncio.new_event_loop()
     try:
-        assert store.configure(configuration, loop)
+        assert configure(store, configuration, loop)
         ((memory, sync),) = made
         assert sync and store.shards[0].publication is memory
     finally:

@@ -19,6 +19,7 @@ from shardline.update import rule
 from shardline_ps.service import offers
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import roll_back
+from tests.support.pushes import configure
 
 MB = 1_000_000
 
@@ -60,7 +61,7 @@ def test_the_sum_of_memory_is_told_at_start(caplog: pytest.LogCaptureFixture) ->
     loop = asyncio.new_event_loop()
     try:
         with caplog.at_level(logging.INFO, logger="shardline.ps"):
-            store.configure(configuration(), loop)
+            configure(store, configuration(), loop)
     finally:
         loop.close()
         store.close()
@@ -73,7 +74,7 @@ def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFix
     store = ParameterStore(device=torch.device("cpu"), pool_threads=1, staging_bytes=1000)
     loop = asyncio.new_event_loop()
     try:
-        store.configure(configuration(), loop)
+        configure(store, configuration(), loop)
     finally:
         loop.close()
         store.close()
@@ -83,7 +84,7 @@ def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFix
 
 def test_contributions_of_a_shard_count_as_staged_until_they_are_applied() -> None:
     async def run(store: ParameterStore) -> None:
-        store.configure(configuration(), asyncio.get_running_loop())
+        configure(store, configuration(), asyncio.get_running_loop())
         shard, size = store.shards[0], plan().shards[0].nbytes
         (bucket,) = shard.buckets
         shard.initialize(0, torch.zeros(bucket.spec.elements))
@@ -112,7 +113,7 @@ def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
     store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
     loop = asyncio.new_event_loop()
     try:
-        store.configure(configuration(replicas=1, consistency=ConsistencySpec(clip_norm=1.0)), loop)
+        configure(store, configuration(replicas=1, consistency=ConsistencySpec(clip_norm=1.0)), loop)
         shard, size = store.shards[0], plan().shards[0].nbytes
         (bucket,) = shard.buckets
         for dropped in (False, True):

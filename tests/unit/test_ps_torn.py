@@ -29,6 +29,7 @@ from shardline.waist import CHUNK_BYTES, Arrival
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import make_shard
+from tests.support.pushes import configure
 
 ELEMENTS = 1024
 
@@ -187,7 +188,7 @@ def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overt
             cut_every=0,
             codec="raw",
         )
-        store.configure(configuration, asyncio.get_running_loop())
+        configure(store, configuration, asyncio.get_running_loop())
         store.authority.active = True
         shard = store.shards[0]
         (bucket,) = shard.buckets

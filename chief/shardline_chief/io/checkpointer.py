@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
-from shardline import codecs, consistency
+from shardline import consistency
 from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
-from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.loaders import LOADERS
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
+from shardline.cluster import parse_address
 from shardline.core.image import BucketImage, WorkerSequence, replica_of
 from shardline.core.plan import Plan
-from shardline.core.spec import JobSpec, TensorKind
+from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import params_sha256
 from shardline.errors import CheckpointError, ShardlineError
+from shardline.host.ports import on_this_host
 from shardline.rpc.client import PsControl
-from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine
+from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched
 from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
@@ -31,49 +30,7 @@ KEEP_ALL = 1 << 30
 STATES = 8
 """Largest accepted bucket image, in multiples of the bucket's values (values plus optimizer states in wider dtypes)."""
 
-UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
-"""Settings that don't affect what a step computes: a resumed job may change them without a warning."""
-
 Connect = Callable[[str, str], PsControl]
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    checkpoint: Checkpoint
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    @property
-    def path(self) -> str:
-        return str(self.checkpoint.path)
-
-    @property
-    def cursor(self) -> Mapping[str, Any]:
-        """Finished leases, as the chief has handed out batches; those of as many updates where it has not."""
-        leases = self.checkpoint.manifest.extra.get("leases")
-        if isinstance(leases, dict):
-            return leases
-        return {"done": [[0, self.step]]} if self.step else {}
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(self.checkpoint.manifest.versions)
-
-    @property
-    def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
-        plan = self.checkpoint.plan
-        return [self.checkpoint.sequences(plan, shard) for shard in range(len(plan.shards))]
-
-    @property
-    def owes(self) -> bool:
-        return codecs.owes_at(self.checkpoint.job, self.step)
-
-    def check(self, job: JobSpec) -> Sequence[str]:
-        self.checkpoint.compatible(job)
-        changes = resume_changes(self.checkpoint.job, job)
-        return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
 
 
 class Checkpointer:
@@ -231,7 +188,7 @@ class Checkpointer:
 
     def _pace(self, fetch: _Fetch, shard: int, address: str) -> FetchPace:
         # A link to another machine is shared with training, so that fetching leaves most of it.
-        spared = not fetch.save.urgent and not on_this_machine(address)
+        spared = not fetch.save.urgent and not on_this_host(parse_address(address)[0])
         if spared:
             fetch.spared[shard] = address
         return FetchPace(address, self._links, self._bucket, self._hurry, capped=spared)

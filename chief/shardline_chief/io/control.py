@@ -38,7 +38,7 @@ from shardline_chief.io.commands import Commander
 from shardline_chief.io.journal import Journal
 from shardline_chief.io.performer import Performer, settle
 from shardline_chief.io.reporter import Reporter, for_people
-from shardline_chief.io.streams import Channel, Streams
+from shardline_chief.io.streams import StreamChannel, Streams
 from shardline_chief.io.summary import SummaryFile, overview
 from shardline_chief.io.telemetry import Telemetry
 from shardline_chief.rules.actions import Finish, JournalLine
@@ -158,13 +158,13 @@ class Control:
         self.post(lambda now_s: self.program.join(ticket, join, now_s))
         return ticket
 
-    def beat(self, beat: Beat, channel: Channel) -> Future[None]:
+    def beat(self, beat: Beat, channel: StreamChannel) -> Future[None]:
         """Take in a heartbeat that arrived on a stream; the future is done once its turn has come."""
         taken: Future[None] = Future()
         self.post(lambda now_s: self._beat(beat, channel, taken, now_s))
         return taken
 
-    def stream_ended(self, task: str, incarnation: int, channel: Channel) -> None:
+    def stream_ended(self, task: str, incarnation: int, channel: StreamChannel) -> None:
         """A heartbeat stream has ended, on either side."""
         self.post(lambda now_s: self._detach(task, incarnation, channel, now_s))
 
@@ -259,7 +259,7 @@ class Control:
 
     # Streams
 
-    def _beat(self, beat: Beat, channel: Channel, taken: Future[None], now_s: float) -> None:
+    def _beat(self, beat: Beat, channel: StreamChannel, taken: Future[None], now_s: float) -> None:
         settle(taken)
         try:
             self._check(beat.sender)
@@ -293,7 +293,7 @@ class Control:
             life = beat.task, beat.incarnation
             self._reporter.passes.heard(job, life, beat.passes, sent_s=beat.clock_s, now_s=now_s)
 
-    def _detach(self, task: str, incarnation: int, channel: Channel, now_s: float) -> None:
+    def _detach(self, task: str, incarnation: int, channel: StreamChannel, now_s: float) -> None:
         if self._streams.detach((task, incarnation), channel):
             self.program.stream_broken(task, incarnation, now_s)
 

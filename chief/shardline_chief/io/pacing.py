@@ -6,17 +6,13 @@ measures the link undisturbed. From the rate follow the duration of a checkpoint
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
-import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from shardline.cluster import parse_address
-from shardline.errors import ClusterSpecError
 from shardline_chief.rules.flows.checkpointing import SHARE
 
 log = logging.getLogger("shardline_chief.io.pacing")
@@ -27,18 +23,6 @@ MEASURED_BYTES = 4 << 20
 """Fewest bytes by which a link is measured; the first bytes of a connection say little."""
 LEAST_RATE = 1e6
 """Bytes per second taken even of the slowest link: below 25 MB/s the share would hold servers' copies for hours."""
-
-
-class Wakeable(Protocol):
-    """The part of threading.Event that pacing uses."""
-
-    def is_set(self) -> bool:
-        """Whether to stop waiting altogether."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for `timeout` seconds, or until the event is set."""
-        ...
 
 
 class TokenBucket:
@@ -92,7 +76,7 @@ class FetchPace:
         address: str,
         links: Links,
         bucket: TokenBucket,
-        hurry: Wakeable,
+        hurry: threading.Event,
         *,
         capped: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -148,24 +132,3 @@ def fetched(
         least_s += max(took_s, nbytes[shard] / cap) if cap else took_s
     rates = [rate for address in addresses.values() if (rate := links.rate(address))]
     return Fetched(seconds=sum(seconds.values()), least_s=least_s, link_rate=min(rates, default=0.0))
-
-
-def on_this_machine(address: str) -> bool:
-    """Whether "host:port" is on this machine, so that no link is shared with training. False if that can't be told."""
-    try:
-        host, port = parse_address(address)
-        if ipaddress.ip_address(host).is_loopback:
-            return True
-    except ClusterSpecError:
-        return False
-    except ValueError:
-        log.debug("%s is a host name; whether it shares the link depends on its address", address)
-    try:
-        family, kind, number, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, number) as probe:
-            # Sends nothing: the kernel only selects the source address.
-            probe.connect(target)
-            return bool(probe.getsockname()[0] == probe.getpeername()[0])
-    except OSError as error:
-        log.debug("%s: %s", address, error)
-        return False

@@ -15,7 +15,7 @@ from shardline.checkpoint import Checkpoint
 from shardline.codecs import auto
 from shardline.codecs.measuring import measure_speeds
 from shardline.errors import CheckpointError
-from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
+from shardline_chief.io.checkpointer import Checkpointer
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.telemetry import Telemetry
@@ -38,6 +38,7 @@ from shardline_chief.rules.actions import (
     Tell,
 )
 from shardline_chief.rules.program import Program
+from shardline_chief.rules.state.checkpoints import Resume
 
 log = logging.getLogger("shardline_chief.io.performer")
 
@@ -118,7 +119,7 @@ class Performer:
         self._telemetry.interval()
 
     def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
-        resume = ResumePoint(checkpoint) if checkpoint is not None else None
+        resume = Resume(checkpoint) if checkpoint is not None else None
         if self._program.found(Found(resume=resume, error=error), now_s):
             # If several servers were lost at once, the first answer counts: the second may arrive while it is in use.
             self._commander.resume = checkpoint

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -282,7 +282,7 @@ class Reporter:
             self.history.forget(first_step)
         # Don't count the jump from the run's first step to this one as speed.
         self.step_rate = Rate()
-        try:
+        with self._disk():
             # Imported here: it takes a second or two, and is not needed before training.
             from torch.utils.tensorboard import SummaryWriter
 
@@ -291,8 +291,6 @@ class Reporter:
                 self._board.close()
             purge = first_step if again or first_step else None
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
-        except OSError as error:
-            self._fail(error)
         self._trackers.begin(self._folder.parent, job)
         self._take_in()
 
@@ -438,19 +436,23 @@ class Reporter:
             self._fail(error)
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
-        try:
+        with self._disk():
             if name not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._files[name] = _append(self._folder / f"{name}.jsonl")
             self._files[name].write(to_line(fields) + "\n")
-        except OSError as error:
-            self._fail(error)
 
     def _flush(self, name: str) -> None:
-        try:
+        with self._disk():
             if name in self._files:
                 self._files[name].flush()
                 self.failure = ""
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Within it, a disk that fails costs the logs alone."""
+        try:
+            yield
         except OSError as error:
             self._fail(error)
 
@@ -472,32 +474,21 @@ class Reporter:
         self._tell_problems()
         for name, file in self._files.items():
             self._flush(name)
-            try:
+            with self._disk():
                 file.close()
-            except OSError as error:
-                self._fail(error)
         self._files.clear()
-        self._write_trace()
+        # A pipeline's passes. A chief that took over and saw none leaves what is there.
+        if (found := self.passes.trace()) is not None and found["traceEvents"]:
+            with self._disk():
+                files.replace(self._folder.parent / TRACE, json.dumps(found, separators=(",", ":")).encode())
         if self._board is not None:
-            try:
+            with self._disk():
                 self._board.close()
-            except OSError as error:
-                self._fail(error)
             self._board = None
 
     def _tell_problems(self) -> None:
         for name, problem in self._trackers.problems():
             self.event("tracker_failed", problem, "warning", {"tracker": name})
-
-    def _write_trace(self) -> None:
-        """A pipeline's passes in the run's folder. A chief that took over and saw none leaves what is there."""
-        found = self.passes.trace()
-        if found is None or not found["traceEvents"]:
-            return
-        try:
-            files.replace(self._folder.parent / TRACE, json.dumps(found, separators=(",", ":")).encode())
-        except OSError as error:
-            self._fail(error)
 
 
 def _lines(steps: Path, timeline: int, *, joined: bool) -> set[tuple[int, str]]:

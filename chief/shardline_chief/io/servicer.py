@@ -17,7 +17,7 @@ import torch
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
-from shardline.core.orders import Orders, StepReport
+from shardline.core.orders import StepReport
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
@@ -51,6 +51,7 @@ from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_stat
 from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, places_pb2, places_pb2_grpc
 from shardline_chief.io.control import Control
+from shardline_chief.io.streams import StreamChannel
 from shardline_chief.io.targets import own_metrics, tell_left_out
 from shardline_chief.rules.messages import Beat, Join
 
@@ -65,45 +66,10 @@ MOST_FETCHES = 16
 """Checkpoints that are sent at a time: each keeps one on disk and a tensor of it in memory."""
 FETCH_TIMES = 10
 """How many --timeouts the sending of one may take."""
-MOST_WAITING = 16
-"""Orders that wait until a task reads them."""
 MAX_LOADERS = 16
 """Highest number of a worker's loader."""
 MAX_STEPS = 4096
 """Most step reports in one heartbeat."""
-
-
-class StreamChannel:
-    """Passes the orders of one heartbeat stream from the control thread to the server's event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
-
-    def send(self, orders: Orders) -> None:
-        """Queue orders for the stream."""
-        self._put(orders)
-
-    def close(self) -> None:
-        """End the stream after what is queued."""
-        self._put(None)
-
-    def refuse(self, error: ShardlineError) -> None:
-        """End the stream with an error after what is queued."""
-        self._put(error)
-
-    def _put(self, item: Orders | ShardlineError | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._add, item)
-        except RuntimeError:
-            # The loop is closed: the server, and with it the stream, has ended.
-            log.debug("orders for a heartbeat stream that has ended")
-
-    def _add(self, item: Orders | ShardlineError | None) -> None:
-        # Each replaces those before it, which a task that reads nothing lets wait.
-        while self.queue.qsize() >= MOST_WAITING:
-            self.queue.get_nowait()
-        self.queue.put_nowait(item)
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
@@ -158,7 +124,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             while (orders := await channel.queue.get()) is not None:
                 if isinstance(orders, ShardlineError):
                     raise orders
-                yield orders_to_proto(orders)
+                scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
+                yield to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
             if reader.done() and not reader.cancelled() and reader.exception() is not None:
                 raise reader.exception() or ProtocolError("heartbeat failed")
         finally:
@@ -409,12 +376,6 @@ def _measured(message: chief_pb2.StepReport) -> dict[str, Any]:
     """Figures that can't be negative; 0 for one that is, or is no number."""
     found = {name: getattr(message, name) for name in MEASURED}
     return {name: value if math.isfinite(value) and value >= 0.0 else 0.0 for name, value in found.items()}
-
-
-def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
-    """Orders as a protobuf message."""
-    scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
-    return to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
 
 
 PLACES = "shardline.rpc.v1.Places"

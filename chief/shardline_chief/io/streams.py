@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from typing import Protocol
+import logging
 
 from shardline.core.orders import Orders
 from shardline.errors import ShardlineError
 from shardline_chief.rules.program import Program
 
+log = logging.getLogger("shardline_chief.io.servicer")
+
+MOST_WAITING = 16
+"""Orders that wait until a task reads them."""
 LAST = 1 << 62
 """Version of a life's last orders."""
 
@@ -16,14 +21,37 @@ Key = tuple[str, int]
 """(task, incarnation)."""
 
 
-class Channel(Protocol):
-    """Receives the orders for one heartbeat stream. Called from the control thread."""
+class StreamChannel:
+    """Passes the orders of one heartbeat stream from the control thread to the server's event loop."""
 
-    def send(self, orders: Orders) -> None: ...
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
 
-    def close(self) -> None: ...
+    def send(self, orders: Orders) -> None:
+        """Queue orders for the stream."""
+        self._put(orders)
 
-    def refuse(self, error: ShardlineError) -> None: ...
+    def close(self) -> None:
+        """End the stream after what is queued."""
+        self._put(None)
+
+    def refuse(self, error: ShardlineError) -> None:
+        """End the stream with an error after what is queued."""
+        self._put(error)
+
+    def _put(self, item: Orders | ShardlineError | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._add, item)
+        except RuntimeError:
+            # The loop is closed: the server, and with it the stream, has ended.
+            log.debug("orders for a heartbeat stream that has ended")
+
+    def _add(self, item: Orders | ShardlineError | None) -> None:
+        # Each replaces those before it, which a task that reads nothing lets wait.
+        while self.queue.qsize() >= MOST_WAITING:
+            self.queue.get_nowait()
+        self.queue.put_nowait(item)
 
 
 class Streams:
@@ -31,12 +59,12 @@ class Streams:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._channels: dict[Key, Channel] = {}
+        self._channels: dict[Key, StreamChannel] = {}
         self._sent: dict[Key, Orders] = {}
         self._heard: set[Key] = set()
         """Lives whose heartbeat has not been answered yet."""
 
-    def heard(self, key: Key, channel: Channel, *, alive: bool) -> bool:
+    def heard(self, key: Key, channel: StreamChannel, *, alive: bool) -> bool:
         """A heartbeat arrived on a channel. False: its life is fenced; the channel got last orders and was closed."""
         if alive:
             self._heard.add(key)
@@ -49,7 +77,7 @@ class Streams:
         self._channels[key] = channel
         return True
 
-    def detach(self, key: Key, channel: Channel) -> bool:
+    def detach(self, key: Key, channel: StreamChannel) -> bool:
         """A stream has ended. False: a newer one of the same life had replaced it already."""
         if self._channels.get(key) is not channel:
             return False

@@ -28,12 +28,6 @@ SUMMARY = "summary.json"
 """The file, in OUT."""
 
 
-def total_traffic(program: Program) -> Traffic:
-    """Bytes through all parameter servers: everything that workers pushed and pulled."""
-    parts = [traffic for task, traffic in program.state.figures.traffic.items() if task.startswith("ps/")]
-    return functools.reduce(operator.add, parts, Traffic())
-
-
 def trainers(reporter: Reporter) -> dict[str, dict[str, Any]]:
     """Figures of each task that trains, since this chief's start."""
     return {task: pace.whole() for task, pace in sorted(reporter.paces.items())}
@@ -60,7 +54,8 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
     trained = max(0, state.progress.step - state.progress.first_step)
     shards = [state.progress.shards[number] for number in sorted(state.progress.shards)]
     pushes = sum(shard.pushes for shard in shards)
-    traffic = total_traffic(program)
+    through_servers = (moved for task, moved in state.figures.traffic.items() if task.startswith("ps/"))
+    traffic = functools.reduce(operator.add, through_servers, Traffic())
     last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
     return {
         "job": state.job.name if state.job is not None else "",

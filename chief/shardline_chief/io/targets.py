@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ClusterSpecError
 from shardline.host import files
+from shardline.host.ports import on_this_host
 from shardline.host.printable import printable
 from shardline.security import is_loopback
 from shardline_chief.rules.state.membership import Member
@@ -111,7 +112,7 @@ async def _dials_from(host: str, caller: str) -> bool:
         return False
     addresses = {_plain(str(item[4][0])) for item in found}
     # On one machine a task may be reached by another of its addresses.
-    return caller in addresses or (is_loopback(caller) and all(map(_of_this_machine, addresses)))
+    return caller in addresses or (is_loopback(caller) and all(map(on_this_host, addresses)))
 
 
 def _dialled_from(peer: str) -> str:
@@ -126,16 +127,6 @@ def _plain(address: str) -> str:
     except ValueError:
         return ""
     return str(getattr(found, "ipv4_mapped", None) or found)
-
-
-def _of_this_machine(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 def reachable(metrics_address: str, address: str) -> str:

@@ -15,8 +15,7 @@ from http.cookies import CookieError, SimpleCookie
 
 from shardline.cluster import parse_address
 from shardline.errors import UsageError
-from shardline.observability.host_header import names_loopback
-from shardline.security import TOKEN_LIMITS, Security, is_loopback
+from shardline.security import TOKEN_LIMITS, Security, is_loopback, names_loopback
 
 COOKIE = "shardline-page"
 COOKIE_BYTES = 4096

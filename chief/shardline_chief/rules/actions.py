@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shardline.core.choices import Choices
-from shardline.core.image import WorkerSequence
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 from shardline.errors import ShardlineError
-
-
-class Resume(Protocol):
-    """A checkpoint to resume from."""
-
-    @property
-    def step(self) -> int:
-        """Step (sync) or applied updates (async) it was taken at."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Path of its folder, for messages."""
-        ...
-
-    @property
-    def cursor(self) -> Mapping[str, Any]:
-        """Data cursor, used by asynchronous training."""
-        ...
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Version of each shard of the plan that the checkpoint was written with."""
-        ...
-
-    @property
-    def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
-        """For each shard of that plan: each worker's last push that it includes; empty where pushes have no numbers."""
-        ...
-
-    @property
-    def owes(self) -> bool:
-        """Whether replicas may have owed the servers something then, which is gone with their workers."""
-        ...
-
-    def check(self, job: JobSpec) -> Sequence[str]:
-        """Settings in which the job differs from the checkpoint's job, one phrase each.
-
-        Raises CheckpointError, naming the difference, if the checkpoint belongs to another job.
-        """
-        ...
+from shardline_chief.rules.state.checkpoints import Resume
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, Standstill, TaskStatus
 from shardline.errors import ProtocolError
 from shardline_chief.rules import admission, credible, views
-from shardline_chief.rules.actions import Action, CommandResult, Found, JournalLine, Resume, Saved
+from shardline_chief.rules.actions import Action, CommandResult, Found, JournalLine, Saved
 from shardline_chief.rules.events import (
     CheckpointFound,
     CheckpointSaved,
@@ -40,6 +40,7 @@ from shardline_chief.rules.machine import Flows, Machine
 from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, MoveAnswer, PlaceAnswer
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.standstill import Motion, note_motion, standstill
+from shardline_chief.rules.state.checkpoints import Resume
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State

@@ -19,10 +19,11 @@ from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, InternalError, UnreachableError, UsageError
 from shardline.host.allocator import ALLOCATOR
+from shardline.host.ports import on_this_host
 from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
 from shardline_lab.bench.codecs import codecs
-from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
+from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer
 from shardline_lab.bench.mesh import mesh
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def net(**flags: Any) -> int:
     if flags["serve"]:
         return _serve(asked)
     # Against a server started here, unless one is already running on the task's own port.
-    here = is_local(host) and (parse_address(asked.address)[1] == 0 or not _answers(asked.address))
+    here = on_this_host(host) and (parse_address(asked.address)[1] == 0 or not _answers(asked.address))
     with _child(asked) if here else nullcontext(asked.address) as address:
         found = _measure(asked, address)
     if json_path is not None:

@@ -23,7 +23,7 @@ from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import copy_bytes, digest, memory_of, tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ProtocolError
-from shardline.lanes.open import open_lane
+from shardline.lanes.negotiated import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration

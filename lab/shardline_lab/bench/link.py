@@ -346,14 +346,3 @@ def _key(token: bytes) -> bytes:
 
 def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def is_local(host: str) -> bool:
-    """Whether an address belongs to this machine, tested by binding to it."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True

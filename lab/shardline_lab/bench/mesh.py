@@ -18,8 +18,9 @@ from shardline.cli.terminal import aligned
 from shardline.cluster import ANY_HOST, ClusterSpec, format_address, locate, parse_address, parse_task
 from shardline.errors import ClusterSpecError, ShardlineError, UnreachableError, UsageError
 from shardline.host import files
+from shardline.host.ports import on_this_host
 from shardline.security import Security, check_bind
-from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkServer, is_local
+from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkServer
 
 FILE_BYTES = 16 << 20
 COMMAND = "bench mesh"
@@ -117,7 +118,7 @@ def served_here(addresses: Mapping[str, str], flags: Mapping[str, Any], token: b
     """Serve those of the addresses that are this machine's, until each is told to end; waits for that at the end."""
     servers, peers = [], set(addresses.values())
     for address in addresses.values():
-        if is_local(host := parse_address(address)[0]):
+        if on_this_host(host := parse_address(address)[0]):
             security = options.security(flags)
             check_bind(f"shardline {COMMAND}", host, "an address such as", security, insecure=flags["insecure_bind"])
             servers.append(LinkServer(address, token, peers))

@@ -6,13 +6,15 @@ are computed one after another and averaged, and buffers are those of replica 0,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardline import schedule
+from shardline import codecs, schedule
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import clip_scale, global_norm, is_finite, mean_, tree_sum, whole_square_sums
 from shardline.data import BatchSource, replica_gradients
@@ -23,6 +25,46 @@ from shardline.model import named_tensors, named_values, persistent_buffers
 
 Gradients = dict[int, torch.Tensor | None]
 """By number of the parameter in the optimizer."""
+
+
+class CheckedJob(NamedTuple):
+    """A job with nothing in it that plain PyTorch has no equal for, and what was left out, such as "codec=bf16"."""
+
+    job: Job
+    replaced: tuple[str, ...]
+
+
+def checked_job(job: Job, steps: int) -> CheckedJob:
+    """The job with `steps` steps, as the comparison trains it: synchronous, every step, exact codecs, whole models."""
+    chosen = codecs.of(job)
+    exact = all(codec.exact for codec in (*chosen.ups, *chosen.downs))
+    plain: dict[str, Any] = {
+        "consistency": "sync",
+        "rule": "torch",
+        "cadence": "every-step",
+        "pipeline": "whole-model",
+        "codec": job.codec if exact else "raw",
+        "codec_up": job.codec_up if exact else "",
+        "codec_down": job.codec_down if exact else "",
+        "codec_tensors": job.codec_tensors if exact else {},
+        "codec_parcels": "",
+        "tensor_parallel": {},
+    }
+    replaced = tuple(
+        f"{name}={getattr(job, name)}" for name, value in plain.items() if getattr(job, name) not in (value, "", {})
+    )
+    return CheckedJob(
+        dataclasses.replace(
+            job,
+            **plain,
+            tensor_ranks=1,
+            steps=steps,
+            # The curve of the whole job.
+            schedule=schedule.complete(job.schedule, job.steps),
+            checkpoint_every=0,
+        ),
+        replaced,
+    )
 
 
 class PlainTraining:

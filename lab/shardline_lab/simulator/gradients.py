@@ -16,7 +16,7 @@ from shardline.cadence import Held, Outgoing, Sends
 from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding
 from shardline.core.contributions import none_present
-from shardline.core.gradients import Gradient, flat_bucket
+from shardline.core.gradients import Gradient, flat_bucket, write_bucket
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
@@ -127,7 +127,7 @@ class WorkerGradients:
     def pulled(self, values: Mapping[Place, torch.Tensor]) -> None:
         for (server, number), found in values.items():
             spec = self._shared.plan.shards[server].buckets[number]
-            write(
+            write_bucket(
                 self._shared.plan,
                 spec,
                 _coded(self._shared.coding.pull, (server, number), found, PLAIN_TURN),
@@ -195,17 +195,5 @@ def parameters(plan: Plan, servers: Sequence[VirtualServer], model: nn.Module) -
     found = {name: tensor.detach().clone() for name, tensor in named_values(model).items()}
     for server, shard in zip(servers, plan.shards, strict=True):
         for bucket, spec in zip(server.buckets, shard.buckets, strict=True):
-            write(plan, spec, bucket.values, found)
+            write_bucket(plan, spec, bucket.values, found)
     return found
-
-
-@torch.no_grad()
-def write(plan: Plan, spec: BucketSpec, values: torch.Tensor, into: Tensors) -> None:
-    """Write a bucket's values into the tensors that it has parts of."""
-    for piece in spec.slices:
-        tensor = into[plan.tensors[piece.tensor].name]
-        whole = tensor.reshape(-1)
-        first = piece.first_row * plan.tensors[piece.tensor].row_elements
-        whole[first : first + piece.elements] = values[piece.offset : piece.end]
-        # reshape() may have made a copy.
-        tensor.copy_(whole.view(tensor.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -200,15 +201,57 @@ def coded_bytes(job: JobSpec, plan: Plan, server: int) -> list[tuple[list[int], 
     return found
 
 
-class Simulation:
+class VirtualServers(ABC):
+    """The servers of a run, whose mode decides what counts and when it is applied, and what their steps come to."""
+
+    def __init__(self, setup: Setup, plan: Plan, buckets: Sequence[Sequence[BucketPlan]]) -> None:
+        """buckets: by server."""
+        job = setup.job
+        self.setup = setup
+        self.clock = VirtualClock()
+        self.steps = setup.steps or job.steps
+        self.tally = RunCounts()
+        self.mode = consistency.of(job.consistency)
+        replicas, policy = job.replicas, job.consistency.nan_policy
+        terms = Terms(plan=plan, contributors=replicas, nan_policy=policy, weights=weights(job.rule))
+        self.servers = [
+            VirtualServer(
+                number, own, self.mode, terms, on_step=self._published, on_complete=self.vote, on_choice=self.ask
+            )
+            for number, own in enumerate(buckets)
+        ]
+        self._buckets = sum(map(len, buckets))
+        self._published_at: Counter[int] = Counter()
+        """Buckets that have published a step."""
+
+    def _published(self, step: int) -> None:
+        self._published_at[step] += 1
+        if self._published_at[step] == self._buckets:
+            del self._published_at[step]
+            self.tally.step_ends_s.append(self.clock.now_s)
+            self.tally.traffic.append(self.traffic())
+            self.clock.stopped = step >= self.steps
+
+    @abstractmethod
+    def traffic(self) -> tuple[float, int, int]:
+        """See RunCounts.traffic."""
+
+    @abstractmethod
+    def ask(self, server: VirtualServer, step: int) -> None:
+        """A server asks the lead whose gradients make a step."""
+
+    @abstractmethod
+    def vote(self) -> None:
+        """A step of some server waits for a verdict of all."""
+
+
+class Simulation(VirtualServers):
     """One run. What counts, when it is applied and who waits is decided by the job's mode, at virtual times."""
 
     def __init__(self, setup: Setup, contents: Contents | None = None) -> None:
-        self.setup = setup
-        self.clock = VirtualClock()
-        self.steps = setup.steps or setup.job.steps
-        job, mode = setup.job, consistency.of(setup.job.consistency)
-        self._mode = mode
+        contents = timing_contents(setup) if contents is None else contents
+        super().__init__(setup, contents.plan, contents.buckets)
+        job, mode = setup.job, self.mode
         self._cadence = cadences.of(job)
         self.numbered = mode.intake.number(1) is not None
         # Whether a worker decides about all of its gradient before it sends any of it.
@@ -219,31 +262,10 @@ class Simulation:
         self.overlap = setup.overlap and setup.network.limited and streams
         self.exchange_s = setup.exchange_s
         self.sums_blocks = mode.intake.place(0) is not None and all(codec.exact for codec in codecs.of(job).ups)
-        self.tally = RunCounts()
-        contents = timing_contents(setup) if contents is None else contents
-        self.servers = self._make_servers(contents)
-        self._buckets = sum(len(server.buckets) for server in self.servers)
         self._asking: list[tuple[VirtualServer, int]] = []
         """Servers that wait for the lead's choice of a step."""
-        self._published_at: Counter[int] = Counter()
-        """Buckets that have published a step."""
         self.workers = self._make_workers(contents)
         self._assignment: dict[int, str] = {}
-
-    def _make_servers(self, contents: Contents) -> list[VirtualServer]:
-        job = self.setup.job
-        terms = Terms(
-            plan=contents.plan,
-            contributors=job.replicas,
-            nan_policy=job.consistency.nan_policy,
-            weights=weights(job.rule),
-        )
-        return [
-            VirtualServer(
-                number, buckets, self._mode, terms, on_step=self._published, on_complete=self._vote, on_choice=self._ask
-            )
-            for number, buckets in enumerate(contents.buckets)
-        ]
 
     def _make_workers(self, contents: Contents) -> list[VirtualWorker]:
         setup, machines = self.setup, Machines(self.clock, self.setup.network)
@@ -264,7 +286,7 @@ class Simulation:
             worker = VirtualWorker(
                 index,
                 self,
-                self._mode.worker_half(setup.job),
+                self.mode.worker_half(setup.job),
                 draws(setup.times[index % len(setup.times)], setup.seed, index, self.passes_drawn),
                 (up, down),
                 contents.gradients(index) if contents.gradients is not None else None,
@@ -308,7 +330,7 @@ class Simulation:
         """Passes whose gradients are in the job's steps so far."""
         if self.numbered:
             return self.servers[0].storage.tally.pushes * self._cadence.rounds.ticks
-        return self._mode.needed(self.setup.job.replicas) * self._cadence.rounds.ticks_before(
+        return self.mode.needed(self.setup.job.replicas) * self._cadence.rounds.ticks_before(
             len(self.tally.step_ends_s)
         )
 
@@ -318,18 +340,12 @@ class Simulation:
     def ahead_in(self, step: int) -> float:
         return self._cadence.rounds.overlap / self._cadence.rounds.ticks_in(step)
 
-    def _published(self, step: int) -> None:
-        self._published_at[step] += 1
-        if self._published_at[step] == self._buckets:
-            del self._published_at[step]
-            counts, servers = self.tally, [one.storage.tally for one in self.servers]
-            counts.step_ends_s.append(self.clock.now_s)
-            pushes, staleness = sum(one.pushes for one in servers), sum(one.staleness_sum for one in servers)
-            counts.traffic.append((counts.push_bytes + counts.pull_bytes, pushes, staleness))
-            self.clock.stopped = step >= self.steps
+    def traffic(self) -> tuple[float, int, int]:
+        counts, servers = self.tally, [one.storage.tally for one in self.servers]
+        pushes, staleness = sum(one.pushes for one in servers), sum(one.staleness_sum for one in servers)
+        return counts.push_bytes + counts.pull_bytes, pushes, staleness
 
-    def _ask(self, server: VirtualServer, step: int) -> None:
-        """A server asks the lead whose gradients make a step."""
+    def ask(self, server: VirtualServer, step: int) -> None:
         self._asking.append((server, step))
         self._tell()
 
@@ -349,7 +365,7 @@ class Simulation:
         server.choices.adopt(step, choice)
         server.settle()
 
-    def _vote(self) -> None:
+    def vote(self) -> None:
         self._tell()
         if all(server.completed for server in self.servers):
             self.clock.after(2 * self.setup.network.latency_s, self._decide)
@@ -374,11 +390,11 @@ class Simulation:
         living = [worker.task for worker in self.workers if worker.alive]
         for server in self.servers:
             server.members_changed(living)
-        if self._mode.assigns_replicas:
+        if self.mode.assigns_replicas:
             self._assignment = assign(self._assignment, living, self.setup.job.replicas)
         changed = []
         for worker in self.workers:
-            owned = replicas_of(self._assignment, worker.task) if self._mode.assigns_replicas else (0,)
+            owned = replicas_of(self._assignment, worker.task) if self.mode.assigns_replicas else (0,)
             if worker.alive and (owned != worker.owned or worker.idle):
                 worker.owned = owned
                 changed.append(worker)
@@ -398,7 +414,7 @@ class Simulation:
                 self._admit()
 
         def come_back() -> None:
-            worker.revive(self._mode.worker_half(self.setup.job))
+            worker.revive(self.mode.worker_half(self.setup.job))
             self._admit()
 
         self.clock.after(self.setup.fence_s, fence)

@@ -6,7 +6,7 @@ exchanges the parameters of its own stages. See shardline_pipeline.runner and sh
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,16 +15,14 @@ from shardline import consistency
 from shardline.codecs import coding_of
 from shardline.consistency import Gives
 from shardline.consistency.assignment import assign, replicas_of
-from shardline.consistency.server import Terms
 from shardline.core.orders import PassReport
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import InternalError, UsageError
-from shardline_lab.simulator.clock import VirtualClock
 from shardline_lab.simulator.links import Machines, MessageStream
 from shardline_lab.simulator.result import Result
 from shardline_lab.simulator.servers import NOTHING, BucketPlan, PulledBucket, VirtualServer
-from shardline_lab.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts
+from shardline_lab.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts, VirtualServers
 from shardline_lab.simulator.times import draws
 from shardline_pipeline import Pass
 from shardline_pipeline.timeline import Timeline
@@ -82,7 +80,7 @@ class VirtualStages:
         """Updates that the parameters which have come had had."""
         self._missing = 0
         """Buckets that are under way."""
-        self._busy = self._closing = False
+        self._busy = False
 
     def begin(self) -> None:
         """Begin the first step; all parameters are here."""
@@ -182,7 +180,7 @@ class VirtualStages:
         self._missing = len(parts)
         for server, bucket, replicas in parts:
             nbytes = server.plans[bucket].push_bytes[0] * len(replicas)
-            simulation.push_bytes += nbytes
+            simulation.tally.push_bytes += nbytes
             simulation.stream(self.task, f"ps/{server.number}").send(
                 nbytes, self._take_in, server, bucket, step, replicas
             )
@@ -198,7 +196,7 @@ class VirtualStages:
         if answer is None:
             raise InternalError(f"{self.task}: the parameters after step {step} are gone in a simulation")
         simulation = self._simulation
-        simulation.pull_bytes += answer.sizes[0]
+        simulation.tally.pull_bytes += answer.sizes[0]
         simulation.stream(f"ps/{answer.server}", self.task).send(answer.sizes[0], self._arrived)
 
     def _arrived(self) -> None:
@@ -211,7 +209,7 @@ class VirtualStages:
         self.turn()
 
 
-class PipelineSimulation:
+class PipelineSimulation(VirtualServers):
     def __init__(self, setup: Setup) -> None:
         job = setup.job
         if setup.stages is None:
@@ -227,20 +225,17 @@ class PipelineSimulation:
                 f"consistency {mode} in pipeline {job.pipeline} can't be simulated; simulate it with "
                 "--set consistency=sync, in which replicas wait for each other"
             )
-        self.setup = setup
         self.costs: StageCosts = setup.stages
-        self.clock = VirtualClock()
         self.schedule = pipeline.of(job)
         pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=setup.workers)
         self.layout = pipeline.layout_of(job)
         self.stages, self.count = self.layout.stages, self.layout.microbatches
         self.schedule.check(self.layout)
-        self.steps = setup.steps or job.steps
-        self.push_bytes = self.pull_bytes = self.parcel_bytes = 0.0
+        self.parcel_bytes = 0.0
         self.timeline = Timeline(self.stages, job.replicas, self.count)
         plan = setup.plan()
         contents = stage_buckets(setup, plan)
-        self.servers = self._make_servers(plan, contents)
+        super().__init__(setup, plan, [[bucket for _, bucket in own] for own in contents])
         self.buckets = [
             (server, number, stage)
             for server, own in zip(self.servers, contents, strict=True)
@@ -250,33 +245,19 @@ class PipelineSimulation:
         self._streams: dict[tuple[str, str], MessageStream] = {}
         self._times: dict[Unit, Iterator[float]] = {}
         self._drawn: dict[tuple[Unit, int], float] = {}
-        self._published: Counter[int] = Counter()
-        self._step_ends_s: list[float] = []
-        self._traffic: list[tuple[float, int, int]] = []
         self._stale = [0, 0, 0]
         """Steps of stages, the sum of their staleness, and the highest."""
         self._homes, self.workers = self._make_workers()
 
-    def _make_servers(self, plan: Plan, contents: Sequence[Sequence[tuple[int, BucketPlan]]]) -> list[VirtualServer]:
-        job = self.setup.job
-        mode = consistency.of(job.consistency)
-        terms = Terms(plan=plan, contributors=job.replicas, nan_policy=job.consistency.nan_policy)
+    def ask(self, server: VirtualServer, step: int) -> None:
+        self.vote()
 
-        def undecided(*_: object) -> None:
-            raise InternalError(f"consistency {mode} decides about all stages at once, which no pipeline takes")
+    def vote(self) -> None:
+        raise InternalError(f"consistency {self.mode} decides about all stages at once, which no pipeline takes")
 
-        return [
-            VirtualServer(
-                number,
-                [plan for _, plan in own],
-                mode,
-                terms,
-                on_step=self._publish,
-                on_complete=undecided,
-                on_choice=undecided,
-            )
-            for number, own in enumerate(contents)
-        ]
+    def traffic(self) -> tuple[float, int, int]:
+        counts = self.tally
+        return counts.push_bytes + counts.pull_bytes + self.parcel_bytes, self._stale[0], self._stale[1]
 
     def _make_workers(self) -> tuple[Mapping[Unit, VirtualStages], Sequence[VirtualStages]]:
         job = self.setup.job
@@ -298,22 +279,22 @@ class PipelineSimulation:
         for worker in self.workers:
             self.clock.at(0.0, worker.begin)
         self.clock.run()
-        done = len(self._step_ends_s)
+        done = len(self.tally.step_ends_s)
         if done < self.steps:
             raise InternalError(f"the simulated pipeline {self.schedule} stands still at step {done} of {self.steps}")
         now_s, job = self.clock.now_s, self.setup.job
         computing = sum(worker.busy_s for worker in self.workers) / (now_s * self.setup.workers)
         passes = self.steps * job.replicas
         return Result(
-            step_ends_s=tuple(self._step_ends_s),
+            step_ends_s=tuple(self.tally.step_ends_s),
             passes=passes,
             passes_used=passes,
             staleness=self._stale[1] / max(1, self._stale[0]),
             staleness_max=self._stale[2],
-            push_bytes=self.push_bytes,
-            pull_bytes=self.pull_bytes,
+            push_bytes=self.tally.push_bytes,
+            pull_bytes=self.tally.pull_bytes,
             computing=computing,
-            traffic=tuple(self._traffic),
+            traffic=tuple(self.tally.traffic),
             parcel_bytes=self.parcel_bytes,
             stages=self.timeline.figures(),
         )
@@ -377,16 +358,6 @@ class PipelineSimulation:
                 machines.get(sender, sender), machines.get(receiver, receiver)
             )
         return self._streams[sender, receiver]
-
-    def _publish(self, step: int) -> None:
-        self._published[step] += 1
-        if self._published[step] == len(self.buckets):
-            del self._published[step]
-            self._step_ends_s.append(self.clock.now_s)
-            self._traffic.append(
-                (self.push_bytes + self.pull_bytes + self.parcel_bytes, self._stale[0], self._stale[1])
-            )
-            self.clock.stopped = step >= self.steps
 
 
 def simulated(setup: Setup, contents: Contents | None = None) -> Result:

@@ -32,9 +32,8 @@ class Activations:
 
     def held_bytes(self, first: int, end: int) -> int:
         """What one microbatch keeps between its two passes: all that is made, or if that is repeated, what came in."""
-        return self._given_bytes(first, end) if self._recompute else self.made_bytes(first, end)
-
-    def _given_bytes(self, first: int, end: int) -> int:
+        if not self._recompute:
+            return self.made_bytes(first, end)
         batch = self._profile.batch_bytes if first == 0 or end == len(self._profile.layers) else 0
         return batch + self._come_bytes(first, set())
 

@@ -47,9 +47,6 @@ class ClockOffsets:
         known = self._known.get(sender)
         return known[0] if known is not None else None
 
-    def keep(self, senders: set[Hashable]) -> None:
-        self._known = {sender: known for sender, known in self._known.items() if sender in senders}
-
 
 class PassBoard:
     """Passes on this chief's clock. Thread-safe: the control thread writes, the page's thread reads."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import random
 import secrets
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from shardline.errors import InternalError, ShardlineError, UnreachableError, as
 from shardline.host.awake import awake_s
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of
-from shardline.rpc.v1 import parameter_server_pb2
+from shardline.rpc.v1 import parameter_server_pb2 as pb2
 from shardline.security import PLAIN, Security
 from shardline.storage.bucket import Bucket
 from shardline_ps.shard.shard import Shard
@@ -33,27 +32,6 @@ log = logging.getLogger("shardline.ps")
 METHOD = "/shardline.rpc.v1.Replication/Replicate"
 STREAM_S = 3600.0
 """Deadline of one stream, in seconds; the next one resumes where it ended."""
-
-
-class StandbyState(enum.StrEnum):
-    """A standby as its primary sees it: see rpc.messages.status.STANDBY_STATES."""
-
-    NONE = ""
-    UNPROTECTED = "unprotected"
-    COPYING = "copying"
-    SYNCED = "synced"
-    SILENT = "silent"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StandbyView:
-    """A ps's report on one shard's standby."""
-
-    state: StandbyState = StandbyState.NONE
-    task: str = ""
-    record: int = 0
-    silent_s: float = 0.0
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,17 +90,21 @@ class StandbyStream:
             self._store.pool.submit(_guarded, release, self._store)
 
     @property
-    def view(self) -> StandbyView:
-        """State of the standby. Thread-safe."""
+    def view(self) -> Mapping[str, Any]:
+        """The fields of a ShardStatus message that tell of the standby. Thread-safe."""
         since_s, marked = self._waiting_since_s, self.log.marked
         silent_s = awake_s() - since_s if since_s is not None else 0.0
-        state = StandbyState.COPYING if self.log.copy else StandbyState.UNPROTECTED
+        state = pb2.STANDBY_STATE_COPYING if self.log.copy else pb2.STANDBY_STATE_UNPROTECTED
         if marked and self._whole:
             silent = not self._connected or silent_s > self._timeouts.suspect_s
-            state = StandbyState.SILENT if silent else StandbyState.SYNCED
-        return StandbyView(
-            state=state, task=self.target.task, record=self.log.acked, silent_s=silent_s, problem=self._problem
-        )
+            state = pb2.STANDBY_STATE_SILENT if silent else pb2.STANDBY_STATE_SYNCED
+        return {
+            "standby": state,
+            "standby_task": self.target.task,
+            "standby_record": self.log.acked,
+            "standby_silent_s": silent_s,
+            "standby_problem": self._problem,
+        }
 
     # The stream
 
@@ -153,7 +135,7 @@ class StandbyStream:
         metadata = await self._peer.metadata(METHOD)
         channel = self._peer.channel
         method: Callable[..., Any] = channel.stream_stream(
-            METHOD, request_serializer=None, response_deserializer=parameter_server_pb2.ReplicaReply.FromString
+            METHOD, request_serializer=None, response_deserializer=pb2.ReplicaReply.FromString
         )
         call = method(metadata=metadata, timeout=STREAM_S)
         try:
@@ -198,14 +180,14 @@ class StandbyStream:
         for message in await self._store.work(lambda: list(frames_of(frame))):
             await self._of(call, call.write(message))
 
-    async def _answer(self, call: Any, timeout_s: float) -> parameter_server_pb2.ReplicaReply:
+    async def _answer(self, call: Any, timeout_s: float) -> pb2.ReplicaReply:
         """The next reply. Raises UnreachableError if the stream ends or the standby reports a problem."""
         reply = await self._of(call, asyncio.wait_for(call.read(), timeout_s))
         if reply is grpc.aio.EOF:
             raise UnreachableError(f"the stream of records to {self.target.task} at {self.target.address} ended")
         if reply.problem:
             raise UnreachableError(reply.problem)
-        found: parameter_server_pb2.ReplicaReply = reply
+        found: pb2.ReplicaReply = reply
         return found
 
     async def _of(self, call: Any, operation: Awaitable[Any]) -> Any:
@@ -331,10 +313,10 @@ class StandbySender:
             self._peers[address] = AioPeer(address, self._timeouts, self._security)
         return self._peers[address]
 
-    def view(self, number: int) -> StandbyView:
-        """State of a shard's standby. Thread-safe."""
+    def view(self, number: int) -> Mapping[str, Any]:
+        """See StandbyStream.view; empty for a shard without a standby."""
         running = self._running.get(number)
-        return running.view if running is not None else StandbyView()
+        return running.view if running is not None else {}
 
     async def close(self) -> None:
         while self._running:

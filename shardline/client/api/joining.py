@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import threading
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from shardline import cadence as cadences
-from shardline.client.api.own_ps import OwnPs
+from shardline import cadence as cadences, plugins
 from shardline.client.api.stateful import HasState, Stateful
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.shard_exchange import Interrupted, Restart
@@ -21,6 +22,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
 from shardline.errors import (
     FencedError,
+    InternalError,
     JobError,
     JobExitError,
     ProtocolError,
@@ -28,10 +30,11 @@ from shardline.errors import (
     TaskLostError,
     UnreachableError,
     UsageError,
+    as_error,
     job_error,
     where_raised,
 )
-from shardline.host.process import Termination, resolve_device
+from shardline.host.process import Termination, resolve_device, torch_threads
 from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
@@ -255,6 +258,39 @@ class JobMember:
         elif isinstance(error, Exception):
             self.fail(job_error("the script", error))
         self.shutdown()
+
+
+class OwnPs:
+    """The ps in a worker's own process (--with-ps), which has the worker's share of parameters and optimizer state.
+
+    Serves on threads of this process until the chief ends the job. Its failure ends the process, as a ps's does.
+    """
+
+    def __init__(self, config: RoleConfig, termination: Termination) -> None:
+        self._config, self._termination = replace(config, role="ps", metrics_port=0, ready_fd=None), termination
+        # A ps sets the number of threads with which torch computes.
+        with torch_threads(torch.get_num_threads()):
+            self._ps: Any = plugins.installed("shardline.servers", "ps", "a ps in a worker's process")(self._config)
+        self._thread = threading.Thread(target=self._run, name=self._config.task, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            code = self._ps.run(self._termination)
+            if code and self._termination.event.is_set():
+                # The chief did not end the job in time.
+                os._exit(code)
+        except Exception as error:
+            found = as_error(error) or InternalError(f"{type(error).__name__}: {error}")
+            log.error("%s: %s", self._config.task, found)
+            os._exit(found.exit_code)
+
+    def close(self, *, ended: bool) -> None:
+        """Wait until it has heard of the job's end. Where the worker failed before that, it ends with the process."""
+        if ended:
+            self._thread.join(self._config.timeouts.total_s)
+            if self._thread.is_alive():
+                log.warning("%s has not heard of the job's end, and ends with this process", self._config.task)
 
 
 def machine_fingerprint(threads: int, device: str) -> dict[str, str]:

@@ -271,26 +271,27 @@ class Session(JobMember):
 
         Ask for it in every step, after the previous one has ended. Raises TensorError for an unknown name.
         """
-        if name not in self._loop.place.values:
-            raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._loop.place.values)[:8])}")
+        value = value_of(self._loop.place.values, name)
         view = self.trainer.gradient_view(name)
-        return view if view is not None else torch.zeros_like(self._loop.place.values[name])
+        return view if view is not None else torch.zeros_like(value)
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Copies of the named tensors (default: all) at the current step. Raises TensorError for an unknown name."""
         self.wait()
-        wanted = list(self._loop.place.values) if names is None else list(names)
-        for name in wanted:
-            if name not in self._loop.place.values:
-                raise TensorError(
-                    f"the job has no tensor {name!r}; it has {', '.join(list(self._loop.place.values)[:8])}"
-                )
-        return {name: self._loop.place.values[name].detach().clone() for name in wanted}
+        values = self._loop.place.values
+        return {name: value_of(values, name).detach().clone() for name in (values if names is None else names)}
 
     def push_pull(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """push() and pull() in one exchange."""
         self.push(gradients)
         return self.pull(list(gradients))
+
+
+def value_of(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The tensor of this name. Raises TensorError if there is none."""
+    if name not in values:
+        raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(values)[:8])}")
+    return values[name]
 
 
 def as_figure(name: str, value: float | torch.Tensor) -> float:

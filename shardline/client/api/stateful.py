@@ -30,10 +30,6 @@ CHECKPOINTS = 16
 job may go back to one."""
 
 
-def no_chief(step: int, state: str) -> str:
-    return ""
-
-
 @runtime_checkable
 class HasState(Protocol):
     """A loader for session.stateful(): torchdata's StatefulDataLoader, or anything with these methods."""
@@ -50,7 +46,9 @@ class Stateful(Iterator[Any]):
     so whatever step the job goes on from has one; those of checkpoints go to the chief as well, at the same moment.
     """
 
-    def __init__(self, loader: HasState, folder: Path | None, chief: Callable[[int, str], str] = no_chief) -> None:
+    def __init__(
+        self, loader: HasState, folder: Path | None, chief: Callable[[int, str], str] = lambda step, state: ""
+    ) -> None:
         """chief(step, state) hands over a state, or returns the step's if that is empty; "" = it is not there."""
         self._loader = loader
         self._folder = folder

@@ -38,7 +38,7 @@ from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
 from shardline.errors import NonFiniteError, ShardlineError, UnreachableError, UsageError
 from shardline.lanes.base import Lane
-from shardline.lanes.open import open_lane
+from shardline.lanes.negotiated import open_lane
 from shardline.model import named_values
 from shardline.nn import tables_of
 from shardline.observability.metrics import Metrics

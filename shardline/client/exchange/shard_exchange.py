@@ -118,23 +118,17 @@ def check_ack(ack: Ack, shard: int) -> None:
         if ack.mismatch:
             log.error("shard %d: %s", shard, ack.reason)
         return
-    if ack.outcome is Outcome.STOPPED:
-        raise Stopped(ack.reason)
-    if ack.outcome is Outcome.REFUSED:
-        raise ProtocolError(f"shard {shard} refused the push: {ack.reason}")
-    raise Restart(f"shard {shard}: {ack.outcome.name.lower()}: {ack.reason}")
+    raise refusal(ack.outcome, ack.reason, "push", shard)
 
 
-def check_end(end: End, shard: int) -> None:
-    """Return if the pull only has to wait. Raises Stopped, ProtocolError or Restart otherwise."""
-    if end.outcome is Outcome.WAITING:
-        return
-    if end.outcome is Outcome.STOPPED:
-        raise Stopped(end.reason)
-    if end.outcome is Outcome.REFUSED:
-        raise ProtocolError(f"shard {shard} refused the pull: {end.reason}")
-    kind = Overtaken if end.outcome is Outcome.OVERTAKEN else Restart
-    raise kind(f"shard {shard}: {end.outcome.name.lower()}: {end.reason}")
+def refusal(outcome: Outcome, reason: str, what: str, shard: int) -> Exception:
+    """The error for a push or a pull that a shard did not serve: Stopped, ProtocolError or Restart."""
+    if outcome is Outcome.STOPPED:
+        return Stopped(reason)
+    if outcome is Outcome.REFUSED:
+        return ProtocolError(f"shard {shard} refused the {what}: {reason}")
+    kind = Overtaken if outcome is Outcome.OVERTAKEN and what == "pull" else Restart
+    return kind(f"shard {shard}: {outcome.name.lower()}: {reason}")
 
 
 SLOWEST_BYTES_PER_S = 1e6
@@ -607,8 +601,8 @@ class Exchange:
         done = self._connections[shard].exchange(sender, task.contributions, task.want, sink, timeout_s=timeout_s)
         for ack in done.acks:
             check_ack(ack, shard)
-        if done.end is not None and done.end.outcome is not Outcome.SERVED:
-            check_end(done.end, shard)
+        if done.end is not None and done.end.outcome not in (Outcome.SERVED, Outcome.WAITING):
+            raise refusal(done.end.outcome, done.end.reason, "pull", shard)
         return ShardOutcome(
             acks=done.acks,
             began_s=began_s,

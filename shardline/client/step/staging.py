@@ -23,7 +23,7 @@ from shardline.client.exchange.streaming_payloads import (
 from shardline.client.layout import ModelLayout, copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding, PushEncoders
-from shardline.consistency.worker.base import Stamp
+from shardline.consistency.worker import Stamp
 from shardline.core import rows
 from shardline.core.contributions import Contributions, Partial, dim_of
 from shardline.core.gradients import nonfinite_id

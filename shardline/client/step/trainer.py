@@ -37,8 +37,7 @@ from shardline.client.step.staging import NonFinite, PushTools, filled_payloads,
 from shardline.client.step.weights import Weights
 from shardline.client.watch.model_watch import UNWATCHED
 from shardline.codecs.coding import Coding, PushEncoders
-from shardline.consistency.worker import ComputedAt, Stamp
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import ComputedAt, Stamp, WorkerHalf
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Post

@@ -28,7 +28,6 @@ from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answers, CallServer
-from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.bucket import Intact
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
@@ -278,17 +277,13 @@ class ShmOffer:
         self.address = segments.new_address(run_dir)
         self._path = None if run_dir is None else Path(self.address)
         listener = listen(self.address, self._path)
-        self._thread = SocketThread("segments")
         self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
             listener,
-            self._thread,
             lambda sock, address: SegmentHandshake(sock),
             label="segments",
             valid_s=timeout_s,
             on_refused=on_refused,
         )
-        self._closed = False
-        self.acceptor.open()
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """An attachment, still without the worker's segment, and the token with which the worker brings it."""
@@ -318,11 +313,7 @@ class ShmOffer:
 
     def close(self) -> None:
         """Accept no more segments. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
         self.acceptor.close()
-        self._thread.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

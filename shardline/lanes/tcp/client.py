@@ -71,10 +71,12 @@ class TcpLane(ShardCalls):
         whole = False
         try:
             sockets = self._opened(sender, min(timeout_s, self._timeouts.rpc_s))
+            # No places on a bulk socket: bytes come in the order of the references.
+            requests = referred_requests(
+                sender, self._shard, contributions, want, sockets.attached, place=lambda item: 0, after=sockets.send
+            )
             done = self.converse(
-                referred_requests(
-                    sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
-                ),
+                requests,
                 contributions,
                 want,
                 sink,
@@ -169,11 +171,6 @@ class TcpLane(ShardCalls):
             sockets, self.sockets = self.sockets, None
         if sockets is not None:
             sockets.close()
-
-
-def _in_order(item: Payload) -> int:
-    """A bulk socket has no places: bytes come in the order of the references."""
-    return 0
 
 
 class BulkSockets:

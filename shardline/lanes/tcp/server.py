@@ -22,7 +22,6 @@ from shardline.host.loops import post
 from shardline.host.process import kept_from_children
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.call_server import Answers, CallServer
-from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.lines import EngineReceive, EngineSend, Posted
 from shardline.lanes.tls_socket import TlsSocket
@@ -260,18 +259,15 @@ class TcpOffer:
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._take = take
-        self._doorman = SocketThread("bulk-accept")
         self._engine = Engine("bulk")
         self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
             listener,
-            self._doorman,
             lambda sock, address: BulkHandshake(sock, address, server_context),
             label="bulk",
             valid_s=timeout_s,
             on_refused=on_refused,
         )
         self._closed = False
-        self.acceptor.open()
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """An attachment, still without sockets, and the tokens with which the worker opens them."""
@@ -298,7 +294,6 @@ class TcpOffer:
             return
         self._closed = True
         self.acceptor.close()
-        self._doorman.close()
         self._engine.close()
 
 

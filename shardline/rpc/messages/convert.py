@@ -179,13 +179,6 @@ def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> t
     return tensors
 
 
-def replicas_from_proto(count: int, where: str) -> int:
-    """A number of replicas. Raises ProtocolError if it is too high."""
-    if count > MAX_REPLICAS:
-        raise ProtocolError(f"{where} has {count} replicas; the limit is {MAX_REPLICAS}")
-    return count
-
-
 def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
     return to_message(plan_pb2.PlanSpec, plan, plan_id=plan.plan_id)
 
@@ -226,7 +219,8 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
         if type(value) is not KINDS[name]:
             raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {KINDS[name].__name__}")
         found[name] = value
-    replicas_from_proto(found.get("replicas", 1), where)
+    if (replicas := found.get("replicas", 1)) > MAX_REPLICAS:
+        raise ProtocolError(f"{where} has {replicas} replicas; the limit is {MAX_REPLICAS}")
     return found
 
 
@@ -321,6 +315,30 @@ def image_parts(image: BucketImage) -> Iterator[ImagePart]:
             yield None, parameter_server_pb2.ImageChunk(tensor=number, offset=offset, payload=payload)
 
 
+class Chunks:
+    """Memory for arrays of so many bytes, each of which arrives from its start to its end."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self.buffers = [bytearray(size) for size in sizes]
+        self._filled = [0] * len(self.buffers)
+
+    def put(self, number: int, offset: int, payload: bytes, where: str) -> None:
+        """Take the next bytes of an array. Raises ProtocolError, naming `where`, if they are not that."""
+        there, end = number < len(self.buffers), offset + len(payload)
+        size, expected = (len(self.buffers[number]), self._filled[number]) if there else (0, 0)
+        if not there or offset != expected or end > size:
+            raise ProtocolError(
+                f"{where}: chunk at {offset} of {len(payload)} bytes; expected one at {expected} of {size}"
+            )
+        self.buffers[number][offset:end] = payload
+        self._filled[number] = end
+
+    @property
+    def whole(self) -> bool:
+        """Whether all bytes have arrived."""
+        return self._filled == [*map(len, self.buffers)]
+
+
 class ImageAssembler:
     """Reassembles image parts: feed() returns a BucketImage whenever one is complete.
 
@@ -330,8 +348,13 @@ class ImageAssembler:
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._header: parameter_server_pb2.ImageHeader | None = None
-        self._buffers: list[bytearray] = []
-        self._filled: list[int] = []
+        self._chunks = Chunks(())
+
+    def read(self, frame: Any) -> BucketImage | None:
+        """Take the part that a message of a stream of images has, if it has one. Raises ProtocolError as feed()."""
+        header = frame.header if frame.HasField("header") else None
+        chunk = frame.chunk if frame.HasField("chunk") else None
+        return self.feed(header, chunk) if header is not None or chunk is not None else None
 
     def feed(
         self, header: parameter_server_pb2.ImageHeader | None, chunk: parameter_server_pb2.ImageChunk | None
@@ -352,32 +375,19 @@ class ImageAssembler:
                 raise ProtocolError(
                     f"image of bucket {header.bucket} has {sum(sizes)} bytes; the limit is {self._max_bytes}"
                 )
-            self._header = header
-            self._buffers = [bytearray(size) for size in sizes]
-            self._filled = [0] * len(sizes)
+            self._header, self._chunks = header, Chunks(sizes)
         if chunk is not None:
-            if self._header is None or chunk.tensor >= len(self._buffers):
-                raise ProtocolError("image chunk without a header, or for a tensor its header doesn't name")
-            end = chunk.offset + len(chunk.payload)
-            if chunk.offset != self._filled[chunk.tensor] or end > len(self._buffers[chunk.tensor]):
-                raise ProtocolError(
-                    f"image of bucket {self._header.bucket}: chunk at {chunk.offset} of {len(chunk.payload)} bytes; "
-                    f"expected one at {self._filled[chunk.tensor]} of {len(self._buffers[chunk.tensor])}"
-                )
-            self._buffers[chunk.tensor][chunk.offset : end] = chunk.payload
-            self._filled[chunk.tensor] = end
-        if self._header is None or any(
-            filled < len(buffer) for filled, buffer in zip(self._filled, self._buffers, strict=True)
-        ):
-            return None
-        return self._finish(self._header)
+            if self._header is None:
+                raise ProtocolError("image chunk without a header")
+            where = f"image of bucket {self._header.bucket}, tensor {chunk.tensor}"
+            self._chunks.put(chunk.tensor, chunk.offset, chunk.payload, where)
+        return self._finish(self._header) if self._header is not None and self._chunks.whole else None
 
     def _finish(self, header: parameter_server_pb2.ImageHeader) -> BucketImage:
         tensors: dict[str, torch.Tensor] = {}
-        for tensor, buffer in zip(header.tensors, self._buffers, strict=True):
+        for tensor, buffer in zip(header.tensors, self._chunks.buffers, strict=True):
             tensors[tensor.name] = tensor_from_bytes(buffer, dtype_from_proto(tensor.dtype, tensor.name))
-        self._header = None
-        self._buffers = []
+        self._header, self._chunks = None, Chunks(())
         if VALUE not in tensors:
             raise ProtocolError(f"image of bucket {header.bucket} has no values")
         slices = max((len(s.values) for s in header.scalars), default=0)

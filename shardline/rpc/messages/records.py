@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage
@@ -15,6 +14,7 @@ from shardline.errors import ProtocolError
 from shardline.rpc.limits import RECORD_CHUNK_BYTES
 from shardline.rpc.messages.convert import (
     DTYPE_TO_PROTO,
+    Chunks,
     ImageAssembler,
     dtype_from_proto,
     image_parts,
@@ -109,19 +109,6 @@ def _push_from_proto(message: parameter_server_pb2.ReplicaSequence) -> AppliedPu
 converts(Applied, verdict_to_proto, verdict_from_proto)
 
 
-@dataclass
-class _Open:
-    """A record whose chunks are still arriving."""
-
-    message: parameter_server_pb2.ReplicaRecord
-    buffers: list[bytearray]
-    filled: list[int] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        return all(done == len(buffer) for done, buffer in zip(self.filled, self.buffers, strict=True))
-
-
 class FrameReader:
     """Reassembles frames: feed() returns a value whenever one is complete.
 
@@ -133,7 +120,9 @@ class FrameReader:
         self._shard = shard
         self._assembler = ImageAssembler(max_bytes=shard.image_bytes)
         self._image = 0
-        self._record: _Open | None = None
+        self._record: parameter_server_pb2.ReplicaRecord | None = None
+        """One whose chunks are still arriving."""
+        self._chunks = Chunks(())
 
     def feed(self, message: Message) -> Frame | None:
         """Take one message; returns a frame if it is complete now."""
@@ -173,7 +162,7 @@ class FrameReader:
             raise ProtocolError(
                 f"record {record.number} is for buckets {numbers[:8]} of a shard with {len(self._shard.buckets)}"
             )
-        buffers = []
+        sizes = []
         for part in record.parts:
             bucket = self._shard.buckets[part.bucket]
             dtype = dtype_from_proto(part.dtype, f"record {record.number}")
@@ -183,34 +172,26 @@ class FrameReader:
                     f"record {record.number}: {part.elements} {dtype} elements for bucket {part.bucket}; the plan "
                     f"says {bucket.elements} {bucket.dtype}"
                 )
-            buffers.append(bytearray(part.elements * DTYPES[dtype].itemsize))
-        self._record = _Open(record, buffers, [0] * len(buffers))
-        return self._finished()
+            sizes.append(part.elements * DTYPES[dtype].itemsize)
+        self._chunks = Chunks(sizes)
+        return self._finished(record)
 
     def _chunk(self, chunk: parameter_server_pb2.ReplicaChunk) -> Record | None:
-        held = self._record
-        assert held is not None
-        size = len(held.buffers[chunk.part]) if chunk.part < len(held.buffers) else 0
-        end = chunk.offset + len(chunk.payload)
-        if not chunk.payload or end > size or chunk.offset != held.filled[chunk.part]:
-            raise ProtocolError(
-                f"record {held.message.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset} of part "
-                f"{chunk.part}, which has {size} bytes"
-            )
-        held.buffers[chunk.part][chunk.offset : end] = chunk.payload
-        held.filled[chunk.part] = end
-        return self._finished()
+        record = self._record
+        assert record is not None
+        if not chunk.payload:
+            raise ProtocolError(f"record {record.number} has an empty chunk of part {chunk.part}")
+        self._chunks.put(chunk.part, chunk.offset, chunk.payload, f"record {record.number}, part {chunk.part}")
+        return self._finished(record)
 
-    def _finished(self) -> Record | None:
-        held = self._record
-        assert held is not None
-        if not held.whole:
+    def _finished(self, message: parameter_server_pb2.ReplicaRecord) -> Record | None:
+        if not self._chunks.whole:
+            self._record = message
             return None
         self._record = None
-        message = held.message
         return Record(
             number=message.number,
-            parts=tuple(self._part(*pair) for pair in zip(message.parts, held.buffers, strict=True)),
+            parts=tuple(self._part(*pair) for pair in zip(message.parts, self._chunks.buffers, strict=True)),
             scale=message.scale,
             skip=message.skip,
             verdict=verdict_from_proto(message.verdict) if message.HasField("verdict") else None,

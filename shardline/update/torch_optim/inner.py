@@ -18,7 +18,7 @@ State = dict[Tensor, dict[str, Any]]
 
 
 class InnerOptimizers:
-    """An optimizer per replica, all over the same tensors: see shardline.cadence.InnerOptimizer. Used by one thread.
+    """The job's optimizer on a worker: one per replica, all over the model's own tensors. Used by one thread.
 
     A state belongs to a step of the job: the one at whose beginning it holds. A replica without a state for the step
     that begins starts with a new optimizer: it has just come from another process, or the job has rolled back.
@@ -34,6 +34,7 @@ class InnerOptimizers:
         for tensor in held:
             self._grouped[tensor.group].append(model[tensor.name])
         self.rates: dict[int, float] = {}
+        """The learning rates of the last update, by parameter group."""
         self._step: int | None = None
         self._running: dict[int, torch.optim.Optimizer] = {}
         self._states: dict[int, dict[int, State]] = {}
@@ -41,18 +42,24 @@ class InnerOptimizers:
         before while its exchange runs. Not changed, since steps may start over."""
 
     def began(self, step: int) -> None:
+        """Start a step, maybe again: every replica has the state that it had at this step's beginning."""
         self._states = {at: kept for at, kept in self._states.items() if step in self._states and at <= step + 1}
         self._states.setdefault(step, {})
         self._running.clear()
         self._step = step
 
     def arrived(self, step: int) -> None:
+        """The exchange that ended the step before is complete: that step will not start over."""
         self._states = {at: kept for at, kept in self._states.items() if at >= step}
 
     def update(
         self, replica: int, gradients: Mapping[str, Tensor], hyper: Mapping[int, Mapping[str, float]], *, last: bool
     ) -> None:
-        """See shardline.cadence.InnerOptimizer. Raises ProtocolError for a number that the optimizer doesn't have."""
+        """Take one optimizer step on the model's parameters, for a replica. last: it is the replica's last of the step.
+
+        gradients: by name; a missing one leaves its parameter and state as they are. They are not changed. Raises
+        ProtocolError for a number that the optimizer doesn't have.
+        """
         assert self._step is not None
         optimizer = self._running.get(replica)
         if optimizer is None:

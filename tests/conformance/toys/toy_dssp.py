@@ -17,7 +17,7 @@ from shardline.consistency.base import OWN
 from shardline.consistency.intake import LEASED, NUMBERED, BatchChoice, Intake
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.ssp import Clocks, PacedByTheSlowest, PacedPushes
-from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker import WorkerHalf
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError
 from shardline.storage.shard import Storage

@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from shardline import codecs
+from shardline.checkpoint.compat import resume_changes
+from shardline.core.image import WorkerSequence
+from shardline.core.spec import JobSpec
 from shardline.core.status import ShardStatus
-from shardline_chief.rules.actions import Resume
+
+if TYPE_CHECKING:
+    from shardline.checkpoint import Checkpoint
+
+UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
+"""Settings that don't affect what a step computes: a resumed job may change them without a warning."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to resume from."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def step(self) -> int:
+        """Step (sync) or applied updates (async) it was taken at."""
+        return self.checkpoint.step
+
+    @property
+    def path(self) -> str:
+        """Path of its folder, for messages."""
+        return str(self.checkpoint.path)
+
+    @property
+    def cursor(self) -> Mapping[str, Any]:
+        """Finished leases, as the chief has handed out batches; those of as many updates where it has not."""
+        leases = self.checkpoint.manifest.extra.get("leases")
+        if isinstance(leases, dict):
+            return leases
+        return {"done": [[0, self.step]]} if self.step else {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each shard of the plan that the checkpoint was written with."""
+        return tuple(self.checkpoint.manifest.versions)
+
+    @property
+    def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
+        """For each shard of that plan: each worker's last push that it includes; empty where pushes have no numbers."""
+        plan = self.checkpoint.plan
+        return [self.checkpoint.sequences(plan, shard) for shard in range(len(plan.shards))]
+
+    @property
+    def owes(self) -> bool:
+        """Whether replicas may have owed the servers something then, which is gone with their workers."""
+        return codecs.owes_at(self.checkpoint.job, self.step)
+
+    def check(self, job: JobSpec) -> Sequence[str]:
+        """Settings in which the job differs from the checkpoint's job, one phrase each.
+
+        Raises CheckpointError, naming the difference, if the checkpoint belongs to another job.
+        """
+        self.checkpoint.compatible(job)
+        changes = resume_changes(self.checkpoint.job, job)
+        return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
 
 
 class CutLedger:

@@ -3,26 +3,62 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from shardline import codecs, consistency
+from shardline import cadence, codecs, consistency
+from shardline.consistency import Gives
 from shardline.core.choices import Choices
 from shardline.core.plan import Plan, make_plan
-from shardline.core.spec import JobSpec
+from shardline.core.spec import JobSpec, differences
 from shardline.core.timeouts import Timeouts
+from shardline.errors import UsageError
+
+FREE = ("name", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
+"""Settings that change no step."""
 
 
-class Replayed(Protocol):
+@dataclass(frozen=True)
+class ReplayedRun:
     """A run to repeat."""
 
-    @property
-    def choices(self) -> Choices:
-        """Whose gradients made each of its steps; empty if those of all replicas did."""
-        ...
+    path: str
+    job: JobSpec
+    choices: Choices
+    """Whose gradients made each of its steps; empty if those of all replicas did."""
+    earlier: tuple[JobSpec, ...] = ()
+    """Jobs from which it was resumed."""
 
     def check(self, job: JobSpec) -> None:
-        """Raise UsageError if this job can't repeat it."""
-        ...
+        """Raise UsageError if this job can't repeat the run."""
+        mode = consistency.of(job.consistency)
+        Gives.SAME_BITS.need(mode, "--replay repeats synchronous runs only", "leave out --replay", UsageError)
+        if cadence.of(job).outer_rule is not None:
+            raise UsageError(
+                f"--replay {self.path}: with cadence {job.cadence} the bits depend on what workers keep from step to "
+                "step, and so on who died, which no journal has. Leave out --replay"
+            )
+        for part in (self.job, *self.earlier):
+            # More or fewer steps of the same training are no other job; what the schedule makes of them is compared.
+            same = {name: getattr(part, name) for name in (*FREE, "steps")}
+            if found := differences(dataclasses.replace(job, **same), part, where="there"):
+                which = "that run" if part is self.job else "a part of that run, from which it was resumed,"
+                raise UsageError(
+                    f"--replay {self.path}: {which} was of another job ({'; '.join(found)}); start the job as it was "
+                    "then"
+                )
+        if Gives.EVERY_GRADIENT in mode.gives:
+            return
+        if job.script:
+            raise UsageError(
+                f"--replay {self.path}: a script can't repeat choices, since it may make more steps than the run did; "
+                "use a job file"
+            )
+        if self.choices.first > 0 or self.choices.end < job.steps:
+            raise UsageError(
+                f"--replay {self.path}: its journal has the choices of steps {self.choices.first} to "
+                f"{self.choices.end - 1}, but the job needs those of steps 0 to {job.steps - 1}; set --steps to what "
+                "the run has done, or replay another run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +89,7 @@ class ChiefSettings:
     """Number of shards; 0 = one for each ps."""
     shares: tuple[float, ...] = ()
     """The part of the model for each ps, by index, 0 = none; empty = equal parts. See core.shares."""
-    replayed: Replayed | None = None
+    replayed: ReplayedRun | None = None
     """The run to repeat."""
     before: Mapping[str, Any] = field(default_factory=dict)
     """Summary of the chief that ended the job; empty if none did."""

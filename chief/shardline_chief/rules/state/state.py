@@ -18,9 +18,9 @@ from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.core.status import ShardStatus, TaskLinks, Traffic, Usage
 from shardline.errors import FencedError
 from shardline.job import lowest_is_best
-from shardline_chief.rules.actions import Finish, JournalLine, Order, Resume, Say
+from shardline_chief.rules.actions import Finish, JournalLine, Order, Say
 from shardline_chief.rules.events import PHASES, TAKEOVER, Event, Stage
-from shardline_chief.rules.state.checkpoints import Checkpoints
+from shardline_chief.rules.state.checkpoints import Checkpoints, Resume
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.leases import Leases
 from shardline_chief.rules.state.losses import Loss, Losses
