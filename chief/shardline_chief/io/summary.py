@@ -56,7 +56,8 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
     pushes = sum(shard.pushes for shard in shards)
     through_servers = (moved for task, moved in state.figures.traffic.items() if task.startswith("ps/"))
     traffic = functools.reduce(operator.add, through_servers, Traffic())
-    last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
+    best, scores = state.figures.best, state.figures.metrics
+    last = max((step for step, metrics in scores.items() if metrics), default=None)
     return {
         "job": state.job.name if state.job is not None else "",
         "exit_code": state.exit_code,
@@ -68,10 +69,8 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
         "seconds": round(seconds, 6),
         "steps_per_second": trained / seconds if seconds > 0 else 0.0,
         "evaluation": {
-            "last": None if last is None else {"step": last, "metrics": _plain(state.figures.metrics[last])},
-            "best": None
-            if state.figures.best is None
-            else {"step": state.figures.best[0], "metrics": _plain(state.figures.best[1])},
+            "last": None if last is None else {"step": last, "metrics": _plain(scores[last])},
+            "best": None if best is None else {"step": best[0], "metrics": _plain(best[1])},
         },
         "unscored": state.figures.unscored.get(state.saves.final_step, ""),
         "sha256": sha256,
