@@ -29,6 +29,7 @@ from shardline.lanes.kind import ServerSide
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.channel import Peers
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import data_pb2
 from shardline.rpc.v1.parameter_server_pb2_grpc import add_ParameterServerServicer_to_server
@@ -68,16 +69,12 @@ class Plane(DataPlane):
         if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
             raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
         found = await relay.standing(sent.shard, tuple(request.replicas))
-        return data_pb2.ProgressReply(
+        return to_message(
+            data_pb2.ProgressReply,
+            found,
             outcome=outcome_to_proto(found.outcome),
-            reason=found.reason,
-            timeline=found.timeline,
             replicas=[data_pb2.ReplicaProgress(replica=r, step=step) for r, step in found.replicas.items()],
             step_min=min(found.replicas.values(), default=found.step_max),
-            step_max=found.step_max,
-            version=found.version,
-            last_seq=found.last_seq,
-            wants_state=found.wants_state,
         )
 
 

@@ -38,7 +38,7 @@ class Share:
         own = frozenset(pulled).union(*self._fragments.values())
         self.keys = [key for key, fragment in self._all if not self.partial or fragment in own]
         """Every bucket that is pulled, in the plan's order."""
-        self._shards = sorted({shard for shard, _ in self.keys})
+        self.shards = sorted({shard for shard, _ in self.keys})
 
     def of(self, replica: int) -> list[Key]:
         """Buckets to which this replica's part of a step contributes."""
@@ -48,11 +48,7 @@ class Share:
         return [key for key, fragment in self._all if fragment in fragments]
 
     def asks(self, want: Want) -> Mapping[int, Want]:
-        return {shard: replace(want, buckets=self.buckets(shard)) for shard in self._shards}
+        return {shard: replace(want, buckets=self.buckets(shard)) for shard in self.shards}
 
     def buckets(self, shard: int) -> list[int]:
         return [bucket for s, bucket in self.keys if s == shard] if self.partial else []
-
-    @property
-    def shards(self) -> list[int]:
-        return self._shards

@@ -26,6 +26,7 @@ from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.channel import Peer
 from shardline.rpc.errors import unary
 from shardline.rpc.messages.data import lane_name, lane_number
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.messages.parcels import Packed, ParcelReader, parcel_frames
 from shardline.rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -114,9 +115,7 @@ def ask_for_lane(peer: Peer, lane: str, who: Identity, *, timeout_s: float) -> w
     """Ask another worker for a lane. Raises what Peer.failure() makes of a failed call."""
     start_s = time.monotonic()
     stub = worker_pb2_grpc.WorkerStub(peer.channel)
-    request = worker_pb2.OpenParcelLaneRequest(
-        task=who.task, incarnation=who.incarnation, secret=who.secret, lane=lane_number(lane)
-    )
+    request = to_message(worker_pb2.OpenParcelLaneRequest, who, lane=lane_number(lane))
     try:
         reply: worker_pb2.OpenParcelLaneReply = stub.OpenParcelLane(request, timeout=timeout_s)
     except grpc.RpcError as error:

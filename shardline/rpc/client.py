@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import torch
@@ -29,12 +29,10 @@ from shardline.rpc.messages.convert import (
     ImageAssembler,
     dtype_from_proto,
     image_parts,
-    job_from_proto,
-    plan_from_proto,
     sequences_from_proto,
     sequences_to_proto,
 )
-from shardline.rpc.messages.fields import from_message
+from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.messages.status import ps_status_from_proto
 from shardline.rpc.v1 import access_pb2_grpc, chief_pb2, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.rpc.watch import ChiefWatch
@@ -277,13 +275,11 @@ class ChiefClient(ChiefWatch):
         request = chief_pb2.GetJobRequest(task=who.task, incarnation=who.incarnation)
         reply = self.peer.call(self.stub.GetJob, request, what="GetJob")
         placement = tuple(Placement(shard=p.shard, task=p.task, address=p.address) for p in reply.placement)
-        job, plan = job_from_proto(reply.job), plan_from_proto(reply.plan)
-        return from_message(JobView, reply, job=job, plan=plan, placement=placement)
+        return from_message(JobView, reply, placement=placement)
 
     def lease(self, who: Identity, done: Sequence[int]) -> Lease:
         """Asynchronous mode: report finished leases, get the next batches."""
-        request = chief_pb2.LeaseRequest(task=who.task, incarnation=who.incarnation, secret=who.secret, done=done)
-        reply = self.peer.call(self.stub.Lease, request, what="Lease")
+        reply = self.peer.call(self.stub.Lease, to_message(chief_pb2.LeaseRequest, who, done=done), what="Lease")
         outcome = common_pb2.Outcome.Name(reply.outcome)
         if outcome == "OUTCOME_FENCED":
             raise FencedError(f"{who.task}: {reply.reason}")
@@ -291,23 +287,18 @@ class ChiefClient(ChiefWatch):
 
     def loader(self, who: Identity, number: int, step: int, state: str = "") -> str:
         """Hand over the state of a script's loader before a step; without one, return it, "" if it is not there."""
-        request = chief_pb2.LoaderRequest(
-            task=who.task, incarnation=who.incarnation, secret=who.secret, number=number, step=step, state=state
-        )
+        request = to_message(chief_pb2.LoaderRequest, who, number=number, step=step, state=state)
         return str(self.peer.call(self.stub.Loader, request, what="Loader").state)
 
     def report(self, who: Identity, step: int, metrics: Mapping[str, float], seconds: float, failure: str = "") -> bool:
         """Report the metrics of a checkpoint; returns whether it is the best so far. Raises FencedError."""
-        request = chief_pb2.ReportRequest(
-            task=who.task,
-            incarnation=who.incarnation,
-            secret=who.secret,
-            step=step,
-            metrics=dict(metrics),
-            seconds=seconds,
-            failure=failure,
-            metric_order=list(metrics),
-        )
+        told: dict[str, Any] = {
+            "metrics": dict(metrics),
+            "metric_order": list(metrics),
+            "seconds": seconds,
+            "failure": failure,
+        }
+        request = to_message(chief_pb2.ReportRequest, who, step=step, **told)
         return bool(self.peer.call(self.stub.Report, request, what="Report").best)
 
     def fetch_parameters(self, step: int | None = None) -> Parameters:

@@ -21,7 +21,6 @@ from shardline.errors import MismatchError, UnreachableError
 from shardline.host.awake import LONGEST_S, awake_s
 from shardline.rpc.channel import is_retried
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2
 
@@ -118,8 +117,7 @@ class JoinAttempts:
             lanes=[common_pb2.LANE_GRPC],
             machine=applicant.machine,
         )
-        job = job_to_proto(applicant.job) if applicant.job is not None else None
-        differing = {"hello": hello, "job": job, "protocol_minor": PROTOCOL_MINOR}
+        differing = {"hello": hello, "protocol_minor": PROTOCOL_MINOR}
         return to_message(chief_pb2.JoinRequest, applicant, without={"machine"}, **differing)
 
     def _tell(self, waiting: Waiting, why: str) -> None:

@@ -105,7 +105,7 @@ class ChiefLink:
         self._on_orders = on_orders
         self._facts = facts
         self._lock = threading.Condition()
-        self._orders = Orders()
+        self.orders = Orders()
         self._waiting: Waiting | None = None
         """The log of the current wait for other tasks."""
         self._reports = ReportQueue()
@@ -203,10 +203,6 @@ class ChiefLink:
 
     # What the chief sends
 
-    @property
-    def orders(self) -> Orders:
-        return self._orders
-
     def wait(self, predicate: Callable[[Orders], bool], timeout_s: float | None = None) -> bool:
         """Wait until the orders satisfy the predicate; False on timeout. timeout_s: seconds, None = no limit.
 
@@ -215,7 +211,7 @@ class ChiefLink:
         """
         deadline_s = None if timeout_s is None else awake_s() + timeout_s
         with self._lock:
-            while not predicate(self._orders):
+            while not predicate(self.orders):
                 self.check()
                 left_s = self.timeouts.heartbeat_s if deadline_s is None else deadline_s - awake_s()
                 if left_s <= 0:
@@ -230,22 +226,22 @@ class ChiefLink:
         """
         deadline_s: float | None = None
         while True:
-            seen = self._orders
+            seen = self.orders
             try:
                 return question()
             except UnreachableError as error:
                 # From the first failure on: until then the chief was there, and a checkpoint may have taken long.
                 now_s = awake_s()
                 deadline_s = now_s + self.timeouts.total_s if deadline_s is None else deadline_s
-                if self._orders.phase is Phase.ENDED or now_s >= deadline_s:
+                if self.orders.phase is Phase.ENDED or now_s >= deadline_s:
                     raise
                 log.info("%s: asking again: %s", self.task, error)
                 self.wait(lambda orders: orders != seen, timeout_s=self.timeouts.heartbeat_s)  # noqa: B023 - used at once
 
     def check(self) -> None:
         """Raise the error if the connection to the chief is lost for good."""
-        if self._orders.fenced:
-            raise FencedError(f"{self.task}: incarnation {self.incarnation:#x} was replaced; {self._orders.reason}")
+        if self.orders.fenced:
+            raise FencedError(f"{self.task}: incarnation {self.incarnation:#x} was replaced; {self.orders.reason}")
         if self.lost is not None:
             raise self.lost
 
@@ -265,10 +261,10 @@ class ChiefLink:
 
     def _beat(self, ended: threading.Event) -> chief_pb2.Beat:
         # Log which tasks the job waits for, at useful intervals; only the chief knows the time left.
-        if self._orders.awaited:
+        if self.orders.awaited:
             now_s = awake_s()
             self._waiting = self._waiting or Waiting(now_s)
-            if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
+            if sentence := self._waiting.sentence(now_s, ", ".join(self.orders.awaited)):
                 log.info("%s", sentence)
         timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
@@ -280,7 +276,7 @@ class ChiefLink:
             finished=self._finished,
             steps=[to_message(chief_pb2.StepReport, item) for item in self._reports.take(ended)],
             figures=self.figures,
-            suspects=suspects if timeline == self._orders.timeline else (),
+            suspects=suspects if timeline == self.orders.timeline else (),
         )
         if self._barrier is not None:
             beat.barrier.CopyFrom(to_message(chief_pb2.BarrierPlace, self._barrier))
@@ -301,7 +297,7 @@ class ChiefLink:
                 log.exception("the heartbeat failed")
                 self._lose(InternalError(f"{self.task}: the heartbeat failed: {type(error).__name__}: {error}"))
                 return
-            if self._orders.phase is Phase.ENDED or self._orders.fenced:
+            if self.orders.phase is Phase.ENDED or self.orders.fenced:
                 # The chief has sent its last orders and closed the stream.
                 return
             # Jitter, so that a whole cluster does not reconnect at the same instant.
@@ -349,10 +345,10 @@ class ChiefLink:
     def obey(self, orders: Orders) -> None:
         """Take the chief's orders and tell who waits for them; older ones than the last are ignored."""
         with self._lock:
-            if orders.version < self._orders.version and not orders.fenced:
+            if orders.version < self.orders.version and not orders.fenced:
                 return
-            changed = orders != self._orders
-            self._orders = orders
+            changed = orders != self.orders
+            self.orders = orders
             self._lock.notify_all()
         if changed and self._on_orders is not None:
             self._on_orders(orders)
@@ -363,7 +359,7 @@ class ChiefLink:
             self._lock.notify_all()
         log.error("%s", error)
         if self._on_orders is not None:
-            self._on_orders(self._orders)
+            self._on_orders(self.orders)
 
     def __enter__(self) -> ChiefLink:
         return self

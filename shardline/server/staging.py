@@ -142,17 +142,13 @@ class Ledger:
         self._states = dict.fromkeys(self._sizes, (0, False))
         """By bucket: the mask and whether a covered slot is open, for which _set_aside is valid."""
         self._set_aside = {key: self._depth * size for key, size in self._sizes.items()}
-        self._reserved = sum(self._set_aside.values())
+        self.reserved = sum(self._set_aside.values())
         self.entries: list[Entry] = []
         """What was granted and is not freed yet."""
         self._covered: set[tuple[int, int]] = set()
         """Buckets with a covered slot."""
         self._pushes: dict[AsyncPush, _Open] = {}
         """Open asynchronous pushes."""
-
-    @property
-    def reserved(self) -> int:
-        return self._reserved
 
     def decide(self, ask: Ask) -> Entry:
         """Decide on a request without recording it, see note()."""
@@ -163,7 +159,7 @@ class Ledger:
         covered, privileged = self._standing(ask, ask.bucket)
         size = self._sizes.get((ask.shard, ask.bucket), 0)
         charge = max(0, ask.nbytes - size) if covered else max(size, ask.nbytes)
-        if self._reserved + charge <= self.limit:
+        if self.reserved + charge <= self.limit:
             return Entry(ask, Grant.ROOM, charge, covered)
         # Whether the request's stream already has room.
         if privileged and not any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self.entries):
@@ -185,7 +181,7 @@ class Ledger:
 
     def _all_end(self, push: AsyncPush, nbytes: int) -> bool:
         """Whether all open pushes could end one after another if this one takes nbytes more."""
-        free = self.limit - self._reserved - nbytes
+        free = self.limit - self.reserved - nbytes
         if free < 0:
             return False
         held = self._pushes.get(push) or _Open(push.claim)
@@ -219,7 +215,7 @@ class Ledger:
         return covered and (ask.shard, bucket) not in self._covered, lowest or merges
 
     def note(self, entry: Entry) -> None:
-        self._reserved += entry.charge
+        self.reserved += entry.charge
         self.entries.append(entry)
         push = entry.ask.push
         if push is not None:
@@ -233,7 +229,7 @@ class Ledger:
 
     def free(self, entry: Entry) -> None:
         """Remove an entry whose contribution was counted or dropped."""
-        self._reserved -= entry.charge
+        self.reserved -= entry.charge
         self.entries.remove(entry)
         push = entry.ask.push
         if push is not None:
@@ -264,7 +260,7 @@ class Ledger:
             # A slot stays covered if its sibling is counted before it.
             sums = sums_of(self._replicas, mask)[0] + covered
             needed = size * max(self._depth, self._intake.sums(mask, self._replicas), sums)
-            self._reserved += needed - self._set_aside[key]
+            self.reserved += needed - self._set_aside[key]
             self._states[key], self._set_aside[key] = state, needed
         return seen
 

@@ -44,8 +44,7 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
-from shardline.rpc.messages.configuration import placement_to_proto
-from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto
 from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
@@ -152,13 +151,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def GetJob(self, request: chief_pb2.GetJobRequest, context: Any) -> chief_pb2.GetJobReply:
         """Job, plan and placement."""
         _life(request, "GetJob")
-        view = await self._ask(lambda now_s: self._control.program.job_view())
-        return chief_pb2.GetJobReply(
-            job=job_to_proto(view.job),
-            plan=plan_to_proto(view.plan),
-            placement=placement_to_proto(view.placement),
-            timeline=view.timeline,
-        )
+        return to_message(chief_pb2.GetJobReply, await self._ask(lambda now_s: self._control.program.job_view()))
 
     @rpc_errors.unary
     async def Lease(self, request: chief_pb2.LeaseRequest, context: Any) -> chief_pb2.LeaseReply:
@@ -325,7 +318,6 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
         index=message.index if message.HasField("index") else None,
         metrics_address=message.metrics_address[:MAX_NAME],
         device=message.device[:MAX_NAME],
-        job=job_from_proto(message.job) if message.HasField("job") else None,
         required_features=tuple(message.hello.required_features),
         machine=dict(message.hello.machine),
     )
@@ -403,7 +395,7 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
         answer = await asyncio.wrap_future(
             self._control.call(lambda now_s: self._control.program.place(request.role, address, now_s))
         )
-        return places_pb2.PlaceReply(task=answer.task, reason=answer.reason, retry=answer.retry)
+        return to_message(places_pb2.PlaceReply, answer)
 
 
 def register_places(control: Control, access: Access) -> Callable[[grpc.aio.Server], None]:

@@ -62,7 +62,8 @@ class Board:
         self._lock = threading.Lock()
         self._status = ChiefStatus()
         self._written: float | None = None
-        self._number = 0
+        self.number = 0
+        """Number of the newest status; 0 = none yet."""
         self._loop: asyncio.AbstractEventLoop | None = None
         # Used only on the loop's thread.
         self._waiting: set[asyncio.Event] = set()
@@ -75,7 +76,7 @@ class Board:
         """Set a newer status; costs the caller next to nothing. written: see ClusterView."""
         with self._lock:
             self._status, self._written = status, written
-            self._number += 1
+            self.number += 1
             loop = self._loop
         if loop is not None:
             self._call(loop)
@@ -94,15 +95,10 @@ class Board:
         with self._lock:
             self._loop = loop
 
-    @property
-    def number(self) -> int:
-        """Number of the newest status; 0 = none yet."""
-        return self._number
-
     def view(self) -> str:
         """The newest status, as the JSON text of a ClusterView."""
         with self._lock:
-            status, written, number = self._status, self._written, self._number
+            status, written, number = self._status, self._written, self.number
         if self._view[0] != number:
             found = as_json(cluster_view(status, written))
             self._view = (number, json.dumps(found, allow_nan=False, separators=(",", ":")))
@@ -110,8 +106,8 @@ class Board:
 
     def changes(self, cursor: str) -> dict[str, Any]:
         """What changed in the curves since a cursor; readers with the same cursor share one answer per status."""
-        if self._changes[:2] != (self._number, cursor):
-            self._changes = (self._number, cursor, self._since(cursor))
+        if self._changes[:2] != (self.number, cursor):
+            self._changes = (self.number, cursor, self._since(cursor))
         return self._changes[2]
 
     def _since(self, cursor: str) -> dict[str, Any]:
@@ -129,7 +125,7 @@ class Board:
 
     async def newer(self, number: int, timeout_s: float) -> bool:
         """Wait for a status after that number, or for wake(); False on timeout. timeout_s: seconds."""
-        if self._number > number:
+        if self.number > number:
             return True
         event = asyncio.Event()
         self._waiting.add(event)

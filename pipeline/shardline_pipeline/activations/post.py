@@ -52,7 +52,7 @@ class PostOffice(Partners):
         self._job: JobSpec | None = None
         self._who = Identity(config.task)
         self._posts: tuple[Post, ...] = ()
-        self._timeline = self._posting = 0
+        self.timeline = self._posting = 0
         self._all_stages: Mapping[int, tuple[int, ...]] = {}
         self.rank = 0
         """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
@@ -69,12 +69,12 @@ class PostOffice(Partners):
         """
         if not orders.posts:
             return
-        moved = (orders.posting, orders.posts, orders.timeline) != (self._posting, self._posts, self._timeline)
+        moved = (orders.posting, orders.posts, orders.timeline) != (self._posting, self._posts, self.timeline)
         if moved or job is not self._job:
             own = orders.units(self._config.task)
             self.rank = pipeline.rank_of(job, own)
             self._all_stages = pipeline.by_replica(job, own)
-        self._job, self._posts, self._timeline = job, orders.posts, orders.timeline
+        self._job, self._posts, self.timeline = job, orders.posts, orders.timeline
         self._posting = orders.posting
         self.job_secret = orders.job_secret
         self.mailbox.begin(job, orders, step)
@@ -106,10 +106,6 @@ class PostOffice(Partners):
         self._metrics.counter("shardline_refused_messages_total", method=what).inc()
         log.warning("refused %s: %s", what, error)
 
-    @property
-    def timeline(self) -> int:
-        return self._timeline
-
     def team(self) -> tuple[Post, ...]:
         """The workers that share this one's layers in the open step, by rank. Raises StepAgain if there are none."""
         own = [unit for unit, post in enumerate(self._posts) if post.task == self._config.task]
@@ -132,7 +128,7 @@ class PostOffice(Partners):
         if post is None:
             raise StepAgain
         if post.task == self._config.task:
-            self.mailbox.deliver(Identity(post.task, post.incarnation), self._timeline, parcel)
+            self.mailbox.deliver(Identity(post.task, post.incarnation), self.timeline, parcel)
             return
         sender = self._senders.get(post.address)
         if sender is None:
@@ -145,7 +141,7 @@ class PostOffice(Partners):
                     "shardline_lane_fallbacks_total", lane=lane
                 ).inc(),
             )
-        sender.put(packed(self._job.name, self._timeline, parcel, self._posting))
+        sender.put(packed(self._job.name, self.timeline, parcel, self._posting))
 
     def _sent(self, peer: str, lane: str, packed: Packed) -> None:
         self._metrics.later(self._count, (peer, lane, packed.raw_bytes, packed.nbytes))

@@ -111,7 +111,7 @@ class Team:
         self._place: Place | None = None
         """Set where this worker is rank 0."""
         self._store: TeamStore | None = None
-        self._mesh: DeviceMesh | None = None
+        self.mesh: DeviceMesh | None = None
         self._grouped = False
         """torch's default group is this one's, or about to be."""
         self._inside = False
@@ -192,7 +192,7 @@ class Team:
             try:
                 dist.init_process_group("gloo", store=store, rank=self._rank, world_size=ranks, timeout=patience)
                 check_group(dist.group.WORLD, key)
-                mesh = self._mesh = init_device_mesh("cpu", (ranks,))
+                mesh = self.mesh = init_device_mesh("cpu", (ranks,))
             finally:
                 self._inside = False
         log.info("shares layers as rank %d with %s", self._rank, ", ".join(post.task for post in self._members))
@@ -206,7 +206,7 @@ class Team:
         while the orders stay the same.
         """
         with self._lock:
-            if self._mesh is None:
+            if self.mesh is None:
                 raise StepAgain
             self._inside = True
         with self._leaving_after_errors():
@@ -237,10 +237,6 @@ class Team:
             self.leave()
             raise
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        return self._mesh
-
     def interrupt(self) -> None:
         """Leave the group unless it is computing: the orders have changed, and the others need not wait for this one.
 
@@ -260,7 +256,7 @@ class Team:
 
     def _close(self) -> None:
         """With the lock: gloo closes its connections."""
-        self._mesh = None
+        self.mesh = None
         if self._grouped and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

@@ -154,18 +154,14 @@ class ShmLane(ShardCalls):
         self._offsets = segments.layout([bucket.nbytes for bucket in spec.buckets])
         self._length = max(self._offsets[-1], segments.ALIGNMENT_BYTES)
         """Bytes of one push."""
-        self._mapped: Mapped | None = None
-        self._busy = False
-
-    @property
-    def mapped(self) -> Mapped | None:
+        self.mapped: Mapped | None = None
         """The segments in use; None before the first exchange and after a broken one."""
-        return self._mapped
+        self._busy = False
 
     @property
     def published(self) -> Mapped | None:
         """See Lane.published; None before the first exchange and after a broken one."""
-        mapped = self._mapped
+        mapped = self.mapped
         return mapped if mapped is not None and mapped.by_reference else None
 
     def exchange(
@@ -179,7 +175,7 @@ class ShmLane(ShardCalls):
         self._busy = True
         whole = False
         try:
-            if contributions and self._mapped is not None and self._mapped.is_read:
+            if contributions and self.mapped is not None and self.mapped.is_read:
                 # A push was counted and later given up: the shard reads it until its step is applied.
                 self._drop()
             mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
@@ -222,7 +218,7 @@ class ShmLane(ShardCalls):
 
         None if nothing is shared yet, or if the shard may still be reading this memory.
         """
-        mapped = self._mapped
+        mapped = self.mapped
         if mapped is None or mapped.reads(bucket):
             return None
         if nbytes == 0 or nbytes > self._offsets[bucket + 1] - self._offsets[bucket]:
@@ -240,7 +236,7 @@ class ShmLane(ShardCalls):
 
     def _drop(self) -> None:
         """Use new segments from now on; the calls end with the socket."""
-        mapped, self._mapped = self._mapped, None
+        mapped, self.mapped = self.mapped, None
         if mapped is not None:
             mapped.calls.close()
 
@@ -269,7 +265,7 @@ class ShmLane(ShardCalls):
         return place
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
-        mapped = self._mapped
+        mapped = self.mapped
         if (
             mapped is not None
             and mapped.calls.usable
@@ -280,7 +276,7 @@ class ShmLane(ShardCalls):
         self._drop()
         opened = self.open_attachment(sender, timeout_s=timeout_s)
         try:
-            self._mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
+            self.mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
         except (SegmentError, OSError) as error:
             # If the ps is gone this raises: that is no reason for another lane.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
@@ -289,7 +285,7 @@ class ShmLane(ShardCalls):
                 "both tasks run on one host, as one user, in one network namespace (otherwise set the same --run-dir "
                 "for both)?"
             ) from error
-        return self._mapped
+        return self.mapped
 
     def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
         gradients = self._allocate(pushes * self._length)

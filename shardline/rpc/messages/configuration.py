@@ -16,10 +16,7 @@ from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
 from shardline.rpc.messages.convert import (
     consistency_from_proto,
-    plan_from_proto,
-    plan_to_proto,
     rule_from_proto,
-    schedule_from_proto,
     settings_from_proto,
     settings_to_proto,
 )
@@ -86,7 +83,6 @@ def configuration_to_proto(
         configuration,
         without={*known(), "keep"},
         term=term,
-        plan=plan_to_proto(configuration.plan),
         settings=settings_to_proto(configuration),
         keep_shards=configuration.keep,
         replayed=choices_to_proto(configuration.replayed),
@@ -110,9 +106,7 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         without=known(),
         **settings,
         job=short(message.job, "name of the job"),
-        plan=plan_from_proto(message.plan),
         rule=completed(rule_from_proto(message.rule)),
-        schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
         replayed=choices_from_proto(message.replayed),
     )

@@ -247,6 +247,10 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
     )
 
 
+converts(Plan, plan_to_proto, plan_from_proto)
+converts(JobSpec, job_to_proto, job_from_proto)
+
+
 def hyper_to_proto(hyper: Mapping[int, Mapping[str, float]]) -> list[data_pb2.GroupHyper]:
     return [data_pb2.GroupHyper(group=group, values=dict(values)) for group, values in sorted(hyper.items())]
 
@@ -287,11 +291,10 @@ def image_parts(image: BucketImage) -> Iterator[ImagePart]:
     """A bucket's image as one header and its chunks, for RestoreFrame and GetCutFrame."""
     names = [VALUE, *sorted(name for name in image.tensors if name != VALUE)]
     yield (
-        parameter_server_pb2.ImageHeader(
-            shard=image.shard,
-            bucket=image.bucket,
-            step=image.step,
-            version=image.version,
+        to_message(
+            parameter_server_pb2.ImageHeader,
+            image,
+            without={"counted"},
             tensors=[
                 parameter_server_pb2.ImageTensor(
                     name=name,
@@ -393,15 +396,10 @@ class ImageAssembler:
         slices = max((len(s.values) for s in header.scalars), default=0)
         count = slices or len(header.initialized) * 8
         value = int.from_bytes(header.initialized, "little")
-        return BucketImage(
-            shard=header.shard,
-            bucket=header.bucket,
-            step=header.step,
-            version=header.version,
-            tensors=tensors,
-            scalars={item.name: tuple(item.values) for item in header.scalars},
-            initialized=tuple(bool(value >> number & 1) for number in range(count)),
-        )
+        scalars = {item.name: tuple(item.values) for item in header.scalars}
+        initialized = tuple(bool(value >> number & 1) for number in range(count))
+        differing = {"tensors": tensors, "scalars": scalars, "initialized": initialized}
+        return from_message(BucketImage, header, without={"counted"}, **differing)
 
     @property
     def idle(self) -> bool:

@@ -23,6 +23,7 @@ from shardline.rpc.limits import (
     at_most,
 )
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, dtype_from_proto
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.v1 import worker_pb2
 
 
@@ -87,9 +88,7 @@ def _tensor(value: torch.Tensor, form: Form | None, where: str) -> tuple[worker_
 
 def parcel_frames(packed: Packed, who: Identity) -> Iterator[worker_pb2.ParcelFrame]:
     """The frames of one parcel for a call of Deliver by this sender."""
-    header: worker_pb2.ParcelHeader | None = worker_pb2.ParcelHeader(
-        task=who.task, incarnation=who.incarnation, secret=who.secret
-    )
+    header: worker_pb2.ParcelHeader | None = to_message(worker_pb2.ParcelHeader, who)
     assert header is not None
     header.MergeFrom(packed.header)
     for data in packed.payloads:

@@ -69,8 +69,10 @@ def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
 
 
 def _record_to_proto(record: Record) -> parameter_server_pb2.ReplicaRecord:
-    return parameter_server_pb2.ReplicaRecord(
-        number=record.number,
+    return to_message(
+        parameter_server_pb2.ReplicaRecord,
+        record,
+        without={"push"},
         parts=[
             parameter_server_pb2.ReplicaPart(
                 bucket=part.bucket,
@@ -82,9 +84,6 @@ def _record_to_proto(record: Record) -> parameter_server_pb2.ReplicaRecord:
             )
             for part in record.parts
         ],
-        scale=record.scale,
-        skip=record.skip,
-        verdict=verdict_to_proto(record.verdict) if record.verdict is not None else None,
         sequence=_push_to_proto(record.push) if record.push is not None else None,
     )
 
@@ -189,14 +188,9 @@ class FrameReader:
             self._record = message
             return None
         self._record = None
-        return Record(
-            number=message.number,
-            parts=tuple(self._part(*pair) for pair in zip(message.parts, self._chunks.buffers, strict=True)),
-            scale=message.scale,
-            skip=message.skip,
-            verdict=verdict_from_proto(message.verdict) if message.HasField("verdict") else None,
-            push=_push_from_proto(message.sequence) if message.HasField("sequence") else None,
-        )
+        parts = tuple(self._part(*pair) for pair in zip(message.parts, self._chunks.buffers, strict=True))
+        push = _push_from_proto(message.sequence) if message.HasField("sequence") else None
+        return from_message(Record, message, parts=parts, push=push)
 
     def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> RecordPart:
         bucket = self._shard.buckets[part.bucket]

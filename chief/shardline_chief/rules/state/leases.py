@@ -40,28 +40,20 @@ class Leases:
 
     def __init__(self, steps: int, *, done: Iterable[tuple[int, int]] = (), repeated: int = 0, number: int = 0) -> None:
         """done: ranges [first, end) finished before, from a checkpoint's cursor. number: of the last lease so far."""
-        self._steps = steps
+        self.steps = steps
         self._done = _merged(done)
         self._free = _gaps(self._done, steps)
         self._open: dict[int, Lease] = {}
         self._given: dict[int, deque[Lease]] = {}
         """Newest leases of each incarnation, open or done."""
-        self._number = number
+        self.number = number
+        """Number of the newest lease. A worker may still name an older one, so numbers are never reused."""
         self.repeated = repeated
         """Batches handed out again after a death or a stop; each may count twice in the parameters."""
 
     @property
-    def steps(self) -> int:
-        return self._steps
-
-    @property
     def done(self) -> int:
         return sum(end - first for first, end in self._done)
-
-    @property
-    def number(self) -> int:
-        """Number of the newest lease. A worker may still name an older one, so numbers are never reused."""
-        return self._number
 
     @property
     def outstanding(self) -> int:
@@ -69,7 +61,7 @@ class Leases:
 
     @property
     def all_done(self) -> bool:
-        return self.done >= self._steps
+        return self.done >= self.steps
 
     def take(self, incarnation: int, *, workers: int) -> Lease | None:
         """The next lease, lowest batch first; None if no batch is free.
@@ -83,8 +75,8 @@ class Leases:
         first, end = self._free[0]
         count = min(size, end - first)
         self._free[0:1] = [(first + count, end)] if first + count < end else []
-        self._number += 1
-        lease = Lease(number=self._number, first=first, count=count, incarnation=incarnation)
+        self.number += 1
+        lease = Lease(number=self.number, first=first, count=count, incarnation=incarnation)
         self._hand_out(lease)
         return lease
 
@@ -109,10 +101,10 @@ class Leases:
 
     def recall(self, lease: Lease) -> None:
         """Restore a lease that an earlier chief handed out, from its journal."""
-        self._number = max(self._number, lease.number)
+        self.number = max(self.number, lease.number)
         self._hand_out(lease)
         taken = [*self._done, *((held.first, held.end) for held in self._open.values())]
-        self._free = _gaps(_merged(taken), self._steps)
+        self._free = _gaps(_merged(taken), self.steps)
 
     def finish(self, number: int, incarnation: int) -> bool:
         """Mark a lease done. False: it is not open for that incarnation (handed to another worker, or done before)."""
@@ -136,7 +128,7 @@ class Leases:
     def anew(self) -> Leases:
         """The same batches from the beginning: none of their updates exist any more."""
         again = self.done + sum(lease.count for lease in self._open.values())
-        return self._followed_by(Leases(self._steps, repeated=self.repeated + again, number=self._number))
+        return self._followed_by(Leases(self.steps, repeated=self.repeated + again, number=self.number))
 
     def _followed_by(self, leases: Leases) -> Leases:
         """Replace these leases by others that still know who was given what."""
@@ -148,14 +140,14 @@ class Leases:
 
         Raises CheckpointError if the cursor is invalid.
         """
-        found = Leases.resumed(cursor, self._steps, number=self._number)
+        found = Leases.resumed(cursor, self.steps, number=self.number)
         found.repeated += sum(lease.count for lease in self._open.values())
         return self._followed_by(found)
 
     def cursor(self) -> dict[str, Any]:
         """The checkpoint's data cursor, as JSON. Take it BEFORE the shards copy themselves (PROTOCOL 1.7)."""
         return {
-            "steps": self._steps,
+            "steps": self.steps,
             "done": [[first, end] for first, end in self._done],
             "repeated": self.repeated + sum(lease.count for lease in self._open.values()),
         }
