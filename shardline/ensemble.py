@@ -34,9 +34,12 @@ class Ensemble(nn.Module):
     def __init__(self, members: Iterable[nn.Module], average: str = "outputs", *, dim: int | None = None) -> None:
         """Raises JobError for another average, for one member, and for an object that is there twice."""
         super().__init__()
-        self.members, self.average, self.dim = nn.ModuleList(members), average, dim
+        given = list(members)
+        if wrong := [type(one).__name__ for one in given if not isinstance(one, nn.Module)]:
+            raise JobError(f"Ensemble: a member is {wrong[0]}; give modules: [Net() for _ in range(5)]")
+        self.members, self.average, self.dim = nn.ModuleList(given), average, dim
         if average not in AVERAGES:
-            close = nearest(average, AVERAGES)
+            close = nearest(str(average), AVERAGES)
             raise JobError(f"Ensemble: average is {average!r}; it must be {' or '.join(AVERAGES)}{close}")
         count, different = len(self.members), len({*self.members})
         if different < max(2, count):
@@ -49,18 +52,26 @@ class Ensemble(nn.Module):
         """The average, of the shape of a member's output. Raises JobError if the members' outputs can't be averaged."""
         outputs = [member(*args, **kwargs) for member in self.members]
         alike = all(isinstance(one, Tensor) and one.shape == outputs[0].shape for one in outputs)
-        if not alike:
-            found = (str([*one.shape]) if isinstance(one, Tensor) else type(one).__name__ for one in outputs)
+        if not alike or not outputs[0].is_floating_point():
+            kinds = (
+                f"{one.dtype} {[*one.shape]}" if isinstance(one, Tensor) else type(one).__name__ for one in outputs
+            )
             raise JobError(
-                f"Ensemble: the members return {', '.join(dict.fromkeys(found))}; it averages tensors of one shape, so "
-                "give models of one kind, each with such a tensor as its output"
+                f"Ensemble: the members return {', '.join(dict.fromkeys(kinds))}; it averages tensors of floats "
+                "of one shape, so give models of one kind, each with such a tensor as its output"
             )
         if self.average == "outputs":
             return torch.stack(outputs).mean(0)
-        if self.dim is None and outputs[0].dim() > 2:
+        shape, dim = outputs[0].shape, -1 if self.dim is None else self.dim
+        if self.dim is None and len(shape) > 2:
             raise JobError(
-                f"Ensemble: outputs of shape {[*outputs[0].shape]} have their classes in any dimension; say which, "
-                "such as dim=1, or average='outputs'"
+                f"Ensemble: outputs of shape {[*shape]} have their classes in any dimension; say which, such as dim=1, "
+                "or average='outputs'"
             )
-        logs = [functional.log_softmax(one, -1 if self.dim is None else self.dim) for one in outputs]
+        if not -len(shape) <= dim < len(shape) or shape[dim] < 2:
+            raise JobError(
+                f"Ensemble: outputs of shape {[*shape]} have no two classes in dimension {dim}, so no probabilities; "
+                "take average='outputs'"
+            )
+        logs = [functional.log_softmax(one, dim) for one in outputs]
         return torch.stack(logs).logsumexp(0) - math.log(len(logs))

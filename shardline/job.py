@@ -35,7 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardline import division, methods
 from shardline.cadence import CADENCES, Rounds
-from shardline.codecs import assigned, choices_of, keep_whole, of as codecs_of
+from shardline.codecs import assigned, keep_whole, of as codecs_of, without_zeros
 from shardline.consistency import CONSISTENCIES, Clock, of as consistency_of
 from shardline.core.scores import MOST
 from shardline.core.settings import WORKER, JobSettings, check as check_settings, check_field, short
@@ -289,8 +289,8 @@ class Job(JobSettings):
         settings = self.group_settings(optimizer)
         check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        chosen = choices_of(self, sparse_weights(model), self.codec_tensors)
-        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), chosen)
+        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
+        tensors = without_zeros(self, tensors, sparse_weights(model))
         tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
         parts = division.of(self)

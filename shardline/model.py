@@ -232,11 +232,11 @@ def described(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-_WAS_SPARSE = "made_sparse"
+_WAS_SPARSE = "_shardline_sparse"
 
 
 def make_gradients_dense(model: nn.Module) -> None:
-    """Have layers with `sparse=True` compute dense gradients; sparse_weights() still knows them."""
+    """Set `sparse` of layers to False, so that their gradients are dense; sparse_weights() still knows them."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
@@ -263,7 +263,8 @@ def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
     """
-    own = {name: value for name, value in named_values(model).items() if not value.is_meta}
+    tables = tables_of(model)
+    own = {name: value for name, value in named_values(model).items() if name not in tables}
     for name, target in own.items():
         if name not in tensors:
             raise MismatchError(f"the checkpoint has no tensor {name!r}, but the model has; is it from another job?")
@@ -273,6 +274,8 @@ def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, {target.dtype} "
                 f"{tuple(target.shape)} in the model; is it from another job?"
             )
+        if target.is_meta:
+            raise MismatchError(f"tensor {name!r} of the model is on meta, without memory; make the model on a device")
     for name, target in own.items():
         target.copy_(tensors[name])
 

@@ -30,6 +30,20 @@ from shardline.update.rows import (
     RowRule,
 )
 
+MOST_ROWS = 1 << 40
+"""Of a table: more than all machines have memory for."""
+
+
+def flat_ids(table: str, ids: Tensor) -> Tensor:
+    """Ids of any shape as int64 [N], on the CPU. Raises JobError unless they are integers that int64 has."""
+    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise JobError(f"table {table!r}: ids are {kind}; they must be a tensor of integers, such as ids.long()")
+    return ids.detach().reshape(-1).to("cpu", torch.int64)
+
+
+_ID_DTYPES = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}
+
 
 class RowSource(Protocol):
     """Whoever has the rows of tables: the servers, a checkpoint, this process."""
@@ -76,12 +90,12 @@ class EmbeddingTable(nn.Module):
         self.init = str(ROW_INITS.parse(init, f"table {name!r}: init"))
         self.admit = str(ROW_ADMISSIONS.parse(admit, f"table {name!r}: admit"))
         self.evict = str(ROW_EVICTIONS.parse(evict, f"table {name!r}: evict"))
-        if max_rows is not None and max_rows < PARTS:
+        if max_rows is not None and (type(max_rows) is not int or not PARTS <= max_rows <= MOST_ROWS):
             raise JobError(
-                f"table {name!r} has max_rows={max_rows}; its {PARTS} parts share them, so give at least {PARTS}, or "
-                "None for any number"
+                f"table {name!r} has max_rows={max_rows!r}; its {PARTS} parts share them: give a whole number from "
+                f"{PARTS} to {MOST_ROWS}, or None for any number"
             )
-        self.max_rows = max_rows if max_rows is None else int(max_rows)
+        self.max_rows = max_rows
         self.source: RowSource = InitialRows()
         self.placeholder = torch.empty(PARTS, dim, device="meta")
         """Stands for the rows among the model's tensors."""
@@ -102,9 +116,7 @@ class EmbeddingTable(nn.Module):
 
     def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The unique ids (int64 [U], on the CPU), and the place of each id among them."""
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise JobError(f"table {self.name!r}: ids are {ids.dtype}; they must be integers, such as ids.long()")
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        flat = flat_ids(self.name, ids)
         unique, places = torch.unique(flat, return_inverse=True)
         if self.num_ids is not None and len(unique) and not 0 <= unique[0] <= unique[-1] < self.num_ids:
             wrong = unique[0] if unique[0] < 0 else unique[-1]
@@ -164,12 +176,18 @@ class EmbeddingBag(nn.Module):
 
     def __init__(self, table: EmbeddingTable, mode: str = "mean", *, include_last_offset: bool = False) -> None:
         super().__init__()
-        self.table, self.mode, self.include_last_offset = table, mode, include_last_offset
+        self.table, self.mode, self.include_last_offset = table, _checked_mode(mode), include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         rows, places = self.table.look_up(ids)
         more = {"per_sample_weights": per_sample_weights, "include_last_offset": self.include_last_offset}
         return _bags(places, rows, offsets, self.mode, **more)
+
+
+def _checked_mode(mode: str) -> str:
+    if mode not in ("sum", "mean", "max"):
+        raise JobError(f"mode is {mode!r}; it must be 'sum', 'mean' or 'max'")
+    return mode
 
 
 def _bags(places: Tensor, rows: Tensor, offsets: Tensor | None, mode: str, **more: Any) -> Tensor:
@@ -201,7 +219,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def __init__(self, tables: Mapping[str, EmbeddingTable], mode: str = "sum") -> None:
         super().__init__()
-        self.features, self.mode = dict(tables), mode
+        self.features, self.mode = dict(tables), _checked_mode(mode)
         self.tables = nn.ModuleList(dict.fromkeys(tables.values()))
 
     def forward(self, features: Any) -> dict[str, Tensor]:

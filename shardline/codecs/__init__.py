@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -141,13 +140,16 @@ def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple
     return tuple(replace(tensor, codec=choice(tensor)) for tensor in found)
 
 
-def choices_of(job: Settings, names: Iterable[str], chosen: Mapping[str, str]) -> dict[str, str]:
-    """A job's codecs by pattern, with codec `sparse` for tensors of mostly zeros, where it leaves them as they are.
-
-    names: of these tensors.
-    """
-    plain = {job.codec, job.codec_up, job.codec_down} <= {"", PLAIN.name}
-    return {**chosen, **{glob.escape(name): Sparse.name for name in names if plain}}
+def without_zeros(job: Settings, tensors: Iterable[TensorSpec], names: Iterable[str]) -> tuple[TensorSpec, ...]:
+    """A job's tensors, with codec `sparse` for those of these names whose codec the job leaves open."""
+    open_ = {job.codec, job.codec_up, job.codec_down} <= {"", PLAIN.name}
+    meant = {*names} if open_ else set()
+    return tuple(
+        replace(tensor, codec=Sparse.name)
+        if tensor.name in meant and tensor.kind is TensorKind.PARAM and not tensor.codec
+        else tensor
+        for tensor in tensors
+    )
 
 
 def coding_of(choice: str | Codec | Settings, plan: Plan) -> JobCoding:
@@ -173,4 +175,4 @@ def keep_whole(codecs: JobCodec, tensors: Iterable[TensorSpec]) -> tuple[TensorS
     return tuple(replace(tensor, whole=True) if codecs.wants_whole(tensor) else tensor for tensor in tensors)
 
 
-__all__ = ["CODECS", "Codec", "JobCodec", "assigned", "coding_of", "keep_whole", "of", "of_parcels"]
+__all__ = ["CODECS", "Codec", "JobCodec", "assigned", "coding_of", "keep_whole", "of", "of_parcels", "without_zeros"]

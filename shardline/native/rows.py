@@ -88,14 +88,14 @@ def update(rule: str, arenas: Sequence[Tensor], slots: Tensor, gradients: Tensor
 
 def check(ids: Tensor, first_part: int, parts: int) -> int | None:
     """Number of ids (int64 [U]) before the first that is not ascending or of another part; None: not looked at."""
-    kernels = level()
+    kernels, ids = level(), ids.contiguous()
     return None if kernels is None else int(kernels.call["rows_check"](ids.data_ptr(), len(ids), first_part, parts))
 
 
 def gather(arena: Tensor, slots: Tensor, rows: Tensor) -> bool:
     """Copy rows by slot (int64 [U]), none of a negative slot, into `rows` (float32 [U, dim]); False: not done."""
-    kernels = level()
-    if kernels is None:
+    kernels, slots = level(), slots.contiguous()
+    if kernels is None or not (rows.is_contiguous() and arena.is_contiguous()):
         return False
     kernels.call["rows_gather"](rows.data_ptr(), arena.data_ptr(), slots.data_ptr(), *rows.shape)
     return True

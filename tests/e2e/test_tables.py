@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline import EmbeddingTable, ShardlineError, connect
+from shardline import EmbeddingTable, connect
 from shardline.checkpoint import find_checkpoint
 from shardline.checkpoint.manifest import step_folder
 from shardline.cli.launcher import LocalCluster
+from shardline.errors import CheckpointError, JobError, MismatchError, UsageError
 from shardline.nn import Embedding
 from tests.e2e.support import (
     PATIENCE_S,
@@ -36,14 +37,22 @@ def read_beside(out: Path, cluster: LocalCluster) -> None:
     with connect(cluster=spec, read_only=True) as reader:
         read, step = reader.rows("signs", ids), reader.step
         assert read.shape == (2, 2, 4)
-        with pytest.raises(ShardlineError, match="no table 'sings'"):
+        with pytest.raises(CheckpointError, match="no table 'sings'"):
             reader.rows("sings", ids)
+        with pytest.raises(JobError, match=r"table 'signs': ids are torch.float32; they must be"):
+            reader.rows("signs", ids.float())
+        with pytest.raises(MismatchError, match="table 'signs' has dim 4 in the checkpoint, 8 in the model"):
+            reader.load(Embedding(EmbeddingTable("signs", 8)))
         stored = find_checkpoint(out / "checkpoints" / step_folder(step))
         assert torch.equal(read.view(4, 4), stored.rows("signs", ids.view(-1)))
         layer, tensors = Embedding(EmbeddingTable("signs", 4)), reader.tensors()
         reader.load(layer)
         assert torch.equal(layer(ids), read) and "last.weight" in tensors
         assert reader.refresh() == reader.step >= step
+    with pytest.raises(UsageError, match="this reader is closed"):
+        layer(ids)
+    with pytest.raises(UsageError, match="takes cluster and timeout_s only; leave out task"):
+        connect(cluster=spec, read_only=True, task="worker/0")
 
 
 def test_deaths_of_every_role_change_no_bit(tmp_path: Path) -> None:

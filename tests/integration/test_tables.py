@@ -24,6 +24,7 @@ from shardline.job import Job
 from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
+from shardline.update.rows.turnover import After
 from shardline_chief.io.summary import tables
 from shardline_lab.comparison.plain import PlainTraining
 from tests.support.checkpoints import cut_of
@@ -368,8 +369,18 @@ def test_a_plain_embedding_with_sparse_gradients_sends_what_is_not_zero() -> Non
         pushed = sum(host.store.traffic.push_wire_bytes for host in cluster.hosts)
         assert_same_end(cluster.state(), reference(job))
     assert pushed < 0.1 * 3 * job.steps * rows * dim * 4
-    coded = dataclasses.replace(job, codec="bf16")
-    assert not any(tensor.codec for tensor in coded.spec(coded.build_model()).tensors)
+    for changes, codec in (
+        ({"codec": "bf16"}, ""),
+        ({"codec_tensors": {"0.weight": "int8"}}, "int8"),
+        ({"model": lambda: frozen(model())}, ""),
+    ):
+        other = dataclasses.replace(job, **changes)
+        assert {tensor.name: tensor.codec for tensor in other.spec(other.build_model()).tensors}["0.weight"] == codec
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    next(model.parameters()).requires_grad_(False)
+    return model
 
 
 def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
@@ -378,16 +389,23 @@ def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
     with pytest.raises(JobError, match=r"table 'users': admit 'aftr' does not exist.*did you mean 'after'"):
         EmbeddingTable("users", 2, admit="aftr:count=2")
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"evict": "age:steps=0"}, "eviction age: steps is 0; give a number at least 1"),
+        ({"evict": "age:steps=0"}, "eviction age: steps is 0; give a whole number at least 1"),
         ({"evict": "norm:every=0"}, "eviction norm: every is 0"),
-        ({"admit": "after:count=256"}, "admission after: count is 256; give a number from 1 to 255"),
+        ({"admit": "after:count=256"}, "admission after: count is 256; give a whole number from 1 to 255"),
         ({"admit": "after:ids=0"}, "admission after: ids is 0"),
         ({"admit": "probability:p=1.5"}, "admission probability: p is 1.5; give a number from 0 to 1"),
-        ({"max_rows": 0}, "table 'users' has max_rows=0; its 1024 parts share them, so give at least 1024, or None"),
+        *(
+            ({"max_rows": most}, f"has max_rows={most}; its 1024 parts share them: give a whole number from 1024 to")
+            for most in (0, 1 << 62, 5000.0)
+        ),
     ]
     for bounds, words in wrong:
         with pytest.raises(JobError, match=re.escape(words)):
             EmbeddingTable("users", 2, **bounds)
     job = make_job(model=lambda: Embedding(EmbeddingTable("users", 2)))
+    with pytest.raises(JobError, match="mode is 'maximum'; it must be"):
+        EmbeddingBag(EmbeddingTable("users", 2), mode="maximum")
+    with pytest.raises(JobError, match=r"admission after: ids is 1000\.5; give a whole number from 1 to"):
+        After(ids=1000.5)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="beside its embedding tables it needs one"):
         job.spec(job.build_model())

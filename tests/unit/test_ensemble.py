@@ -95,7 +95,7 @@ def test_what_can_not_be_averaged_is_refused() -> None:
             Ensemble(members)
     with pytest.raises(JobError, match=r"average is 'output'; it must be outputs or .*; did you mean 'outputs'"):
         Ensemble(nets(), "output")
-    with pytest.raises(JobError, match=r"the members return \[20, 4\], \[20, 5\]; it averages tensors of one shape"):
+    with pytest.raises(JobError, match=r"return torch.float32 \[20, 4\], torch.float32 \[20, 5\]; it averages tensors"):
         Ensemble([Net(), Net(), Net(classes=5)])(POINTS)
 
     class Named(nn.Module):
@@ -104,4 +104,8 @@ def test_what_can_not_be_averaged_is_refused() -> None:
 
     with pytest.raises(JobError, match="the members return SimpleNamespace; it averages tensors"):
         Ensemble([Named(), Named()])(POINTS)
+    with pytest.raises(JobError, match=r"outputs of shape \[20, 1\] have no two classes in dimension -1"):
+        Ensemble([Net(classes=1), Net(classes=1)], "probabilities")(POINTS)
+    with pytest.raises(JobError, match="a member is function; give modules"):
+        Ensemble([one, functional.relu])
     assert "Ensemble" in dir(shardline)

@@ -191,7 +191,7 @@ def test_an_ensemble_is_the_average_of_the_best_checkpoints_and_loads_as_one_mod
     ("widths", "sentence"),
     [
         (lambda drawn: (drawn, 1), ""),
-        (lambda drawn: (3, drawn), r"members return \[96, \d+\], .*; it averages tensors"),
+        (lambda drawn: (3, drawn), r"members return torch.float32 \[96, \d+\], .*; it averages tensors"),
     ],
 )
 def test_members_of_other_shapes_are_averaged_if_their_outputs_agree(

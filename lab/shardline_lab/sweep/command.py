@@ -110,6 +110,8 @@ def chosen(flags: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[s
     for name, _ in options.overrides(flags):
         if name.replace("-", "_") in {**grid, **over}:
             raise UsageError(f"{name} is set for all models, and swept as well; give it once")
+    if flags["average"] != "outputs" and not flags["ensemble"]:
+        raise UsageError("--average is of --ensemble, which is not given")
     if flags["ensemble"] and flags["halving"]:
         raise UsageError("--halving trains one model to the end, and --ensemble averages several; leave one out")
     if flags["sampler"] == "optuna":
@@ -175,6 +177,7 @@ def reported(ranked: Sequence[SweepMember], places: Sequence[str], out: Path, mo
     """Show and write the results, with those of an ensemble of `most` models; returns the exit code."""
     from shardline_lab.sweep import ensemble, report
 
+    ensemble.forget(out)
     mean = ensemble.averaged(ranked, most, average, places[0], out) if most else None
     report.write(ranked, out, mean)
     for line in report.table(ranked if mean is None else [*ranked, mean]):

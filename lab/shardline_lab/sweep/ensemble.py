@@ -66,6 +66,12 @@ def built(job: Job, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> nn
     return model
 
 
+def forget(out: Path) -> None:
+    """Remove what an earlier command has made of the same models."""
+    for old in (out / FOLDER / RESULT, out / MODULE):
+        old.unlink(missing_ok=True)
+
+
 def averaged(ranked: Sequence[SweepMember], most: int, average: str, place: str, out: Path) -> EnsembleMember:
     """The average of the best models, `most` of them or all that have succeeded, scored. average: as Ensemble takes it.
 
@@ -80,8 +86,6 @@ def averaged(ranked: Sequence[SweepMember], most: int, average: str, place: str,
         folder=out / FOLDER,
         members=members,
     )
-    for old in (one.folder / RESULT, out / MODULE):
-        old.unlink(missing_ok=True)
     one.found.failure = f"an average takes 2 models, and {len(members)} of {len(ranked)} have succeeded"
     if len(members) > 1:
         [*fleet.train([one], 1.0, [place])]

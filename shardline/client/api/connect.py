@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, overload
@@ -89,7 +90,7 @@ def connect(
     Raises ClusterSpecError, JobError, UsageError; CheckpointError if there is no checkpoint to read yet.
     """
     if read_only:
-        return _reader(cluster, timeout_s)
+        return _reader(cluster, timeout_s, {**settings, "task": task, "consistency": consistency, "rule": rule})
     global _session
     _check_process()
     files.check_descriptors()
@@ -176,7 +177,9 @@ def _timeouts(timeout_s: float | None) -> Timeouts:
     )
 
 
-def _reader(cluster: str | None, timeout_s: float | None) -> Reader:
+def _reader(cluster: str | None, timeout_s: float | None, others: Mapping[str, object]) -> Reader:
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"connect(read_only=True) takes cluster and timeout_s only; leave out {', '.join(given)}")
     return Reader(chief_address(cluster or environment("cluster")), _timeouts(timeout_s), environment_security())
 
 

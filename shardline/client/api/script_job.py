@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline import consistency, methods
-from shardline.codecs import assigned, choices_of
+from shardline.codecs import without_zeros
 from shardline.core.settings import KINDS, REFUSE, Setting, Settings, check, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
@@ -84,8 +84,7 @@ def script_spec(
         script=True,
         pretrained=pretrained(model),
     )
-    chosen = choices_of(job, sparse_weights(module), {})
-    job = divide(replace(job, tensors=assigned(tensors, chosen)))
+    job = divide(replace(job, tensors=without_zeros(job, tensors, sparse_weights(module))))
     check_fit(job)
     return job
 

@@ -109,7 +109,7 @@ class Normal(RandomInit):
     @property
     def unit(self) -> float:
         # The variance of the ones is 40 / 4, that of the difference nearly 1 / 6.
-        return self.std * 2.0**-12 / math.sqrt(10 + (1 - 2.0**-24) / 6)
+        return self.std * (2.0**-12 / math.sqrt(10 + (1 - 2.0**-24) / 6))
 
     def units(self, bits: Bits) -> npt.NDArray[np.int32]:
         ones: npt.NDArray[np.int32] = np.bitwise_count(bits >> np.uint64(24)).astype(np.int32) - np.int32(20)

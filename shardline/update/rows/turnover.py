@@ -36,9 +36,12 @@ TOUCHED = "touched"
 
 def _check(what: str, resident: Resident, setting: str, least: float, most: float = float("inf")) -> None:
     value = getattr(resident, setting)
-    if not least <= value <= most:
+    whole = isinstance(getattr(type(resident), setting), int)
+    if isinstance(value, bool) or (whole and not isinstance(value, int)) or not least <= value <= most:
         valid = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
-        raise JobError(f"{what} {resident.name}: {setting} is {value}; give a number {valid}")
+        raise JobError(
+            f"{what} {resident.name}: {setting} is {value}; give a {'whole ' if whole else ''}number {valid}"
+        )
 
 
 @dataclass(frozen=True)
