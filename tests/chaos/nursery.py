@@ -319,6 +319,8 @@ def _become(request: Mapping[str, Any]) -> int:
 def serve(handle: int, become: Callable[[Mapping[str, Any]], int], modules: Sequence[str]) -> int:
     """Import all tasks' modules and these, then fork for each request; returns the exit code, of a fork too."""
     connection = socket.socket(fileno=handle)
+    # A shell without job control has what it starts in the background ignore Ctrl-C; forks are to hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _import_everything(modules)
     # What is imported stays: no collection in a fork goes through it, and its pages remain shared.
     gc.freeze()
