@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from shardline.core.settings import REFUSE
 from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError, MismatchError
-from shardline.nn import EmbeddingTable, tables_of
+from shardline.nn import EmbeddingTable, FetchedRows, FetchRows, tables_of
 from shardline.update import wants_whole
 from shardline.update.rows.turnover import Always, Never
 
@@ -258,9 +258,10 @@ def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor], rows: FetchRows) -> None:
     """Load a checkpoint's parameters and buffers into a model of the same job, in place, including tied weights.
 
+    rows: the checkpoint's; the model's tables read there from now on.
     Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
     """
     tables = tables_of(model)
@@ -278,6 +279,8 @@ def load_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
             raise MismatchError(f"tensor {name!r} of the model is on meta, without memory; make the model on a device")
     for name, target in own.items():
         target.copy_(tensors[name])
+    for table in tables.values():
+        table.source = FetchedRows(rows)
 
 
 def parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:

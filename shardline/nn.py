@@ -9,7 +9,7 @@ gradients are pushed. Several layers may share a table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,20 @@ class InitialRows:
 
     def rows(self, wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> Sequence[Tensor]:
         return [ROW_INITS.parse(table.init).rows(table.name, ids, table.dim) for table, ids in wanted]
+
+
+FetchRows = Callable[[str, Tensor], Tensor]
+"""Rows (float32 [U, dim]) of a table, by its name and ids (int64 [U])."""
+
+
+class FetchedRows:
+    """Rows of a checkpoint, table by table, as a RowSource."""
+
+    def __init__(self, fetch: FetchRows) -> None:
+        self._fetch = fetch
+
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> list[Tensor]:
+        return [self._fetch(table.name, ids) for table, ids in wanted]
 
 
 class EmbeddingTable(nn.Module):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardline.client.api.reader import CheckpointRows
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.errors import (
@@ -26,7 +25,7 @@ from shardline.errors import (
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.model import load_values
-from shardline.nn import tables_of
+from shardline.nn import FetchRows
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.limits import MAX_SENTENCE
@@ -56,14 +55,14 @@ def next_step(orders: Orders, scored: int) -> int | None:
     return orders.checkpoint_step
 
 
-def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor]) -> Score:
+def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor], rows: FetchRows) -> Score:
     """Score one checkpoint. An exception in `evaluate` becomes a message: it must not end the training.
 
     Raises JobExitError if `evaluate` exits the process, which ends this task only.
     """
     start_s = time.monotonic()
     try:
-        load_values(model, tensors)
+        load_values(model, tensors, rows)
         metrics = job.score(model)
     except JobExitError:
         raise
@@ -215,9 +214,8 @@ class Evaluator:
             return Score(step=step, failure=str(error))
         except ShardlineError as error:
             return Score(step=step, failure=str(error))
-        for table in tables_of(self._model).values():
-            table.source = CheckpointRows(functools.partial(self._rows, step))
-        return score(self._job, self._model, step, found.tensors)
 
-    def _rows(self, step: int, table: str, ids: torch.Tensor) -> torch.Tensor:
-        return self._link.ask(functools.partial(self._link.client.fetch_rows, step, table, ids))
+        def rows(table: str, ids: torch.Tensor) -> torch.Tensor:
+            return self._link.ask(lambda: self._link.client.fetch_rows(step, table, ids))
+
+        return score(self._job, self._model, step, found.tensors, rows)

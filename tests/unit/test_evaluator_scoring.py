@@ -20,6 +20,10 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(3)
 
 
+def no_rows(table: str, ids: torch.Tensor) -> torch.Tensor:
+    raise AssertionError(f"the model has no table {table!r}")
+
+
 def make_job(**fields: object) -> Job:
     settings = {
         "model": Tied,
@@ -48,7 +52,7 @@ def test_only_committed_checkpoints_newer_than_the_last_are_scored() -> None:
 
 def test_parameters_and_buffers_are_loaded_and_tied_weights_stay_tied() -> None:
     model = Tied()
-    load_values(model, values_of(model))
+    load_values(model, values_of(model), no_rows)
     assert torch.equal(model.head.weight, torch.full((4, 3), 2.0))
     assert model.head.weight is model.embedding.weight
     assert model.norm.running_mean is not None
@@ -69,7 +73,7 @@ def test_a_checkpoint_of_another_model_is_named_and_changes_nothing(what: str) -
     else:
         tensors["norm.bias"] = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(MismatchError, match=r"norm\.bias"):
-        load_values(model, tensors)
+        load_values(model, tensors, no_rows)
     assert all(torch.equal(tensor, before[name]) for name, tensor in named_values(model).items())
 
 
@@ -81,7 +85,7 @@ def test_evaluate_runs_in_evaluation_mode_without_gradients() -> None:
         return {"accuracy": 0.5}
 
     model = Tied()
-    result = score(make_job(evaluate=evaluate), model, 7, values_of(model))
+    result = score(make_job(evaluate=evaluate), model, 7, values_of(model), no_rows)
     assert (result.step, dict(result.metrics), result.failure) == (7, {"accuracy": 0.5}, "")
     assert seen == [(False, False)]
     assert model.training
@@ -92,6 +96,6 @@ def test_what_evaluate_raises_becomes_a_sentence() -> None:
         raise KeyError("missing")
 
     model = Tied()
-    result = score(make_job(evaluate=evaluate), model, 7, values_of(model))
+    result = score(make_job(evaluate=evaluate), model, 7, values_of(model), no_rows)
     assert "KeyError" in result.failure
     assert not result.metrics

@@ -18,10 +18,9 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from shardline import EmbeddingTable, Ensemble
 from shardline.checkpoint import Checkpoint, committed_steps
-from shardline.client.api.reader import CheckpointRows
 from shardline.errors import JobError, UsageError
 from shardline.job import Job, changed
-from shardline.nn import EmbeddingBag
+from shardline.nn import EmbeddingBag, FetchedRows
 from shardline.testing import reference
 from shardline_lab.sweep.command import sweep
 from shardline_lab.sweep.ensemble import EnsembleMember
@@ -175,7 +174,7 @@ def test_an_ensemble_is_the_average_of_the_best_checkpoints_and_loads_as_one_mod
         assert stored.step == one.found.best[0]
         model = Tied()
         model.load_state_dict(stored.state_dict())
-        model.bag.table.source = CheckpointRows(stored.rows)
+        model.bag.table.source = FetchedRows(stored.rows)
         models.append(model)
         rows |= {f"members.{number}.{name}": torch.cat([*parts]) for name, parts in stored.flat_tables().items()}
     assert found.found.failure == ""

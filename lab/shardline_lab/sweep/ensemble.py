@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from shardline.checkpoint import Checkpoint, find_checkpoint
 from shardline.checkpoint.export import save, values
-from shardline.client.api.reader import CheckpointRows
 from shardline.ensemble import Ensemble
 from shardline.host.process import resolve_device, torch_threads
 from shardline.job import Job
 from shardline.model import load_values
-from shardline.nn import tables_of
 from shardline_lab.sweep import fleet
 from shardline_lab.sweep.member import RESULT, MemberHistory, SweepMember, finite, told
 
@@ -60,9 +58,7 @@ class EnsembleMember(SweepMember):
 def built(job: Job, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model of a job as it was at a checkpoint, on the CPU. tensors: the checkpoint's."""
     model = job.build_model()
-    load_values(model, tensors)
-    for table in tables_of(model).values():
-        table.source = CheckpointRows(checkpoint.rows)
+    load_values(model, tensors, checkpoint.rows)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,21 +12,11 @@ from torch import nn
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, MismatchError, ProtocolError, UsageError
 from shardline.model import load_values
-from shardline.nn import EmbeddingTable, flat_ids, tables_of
+from shardline.nn import flat_ids, tables_of
 from shardline.rpc.client import ChiefClient
 from shardline.security import Security
 
 T = TypeVar("T")
-
-
-class CheckpointRows:
-    """Rows of tables in a checkpoint, as the RowSource of a model. fetch: (table, ids) -> float32 [U, dim]."""
-
-    def __init__(self, fetch: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = fetch
-
-    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
-        return [self._fetch(table.name, ids) for table, ids in wanted]
 
 
 class Reader:
@@ -76,14 +66,11 @@ class Reader:
 
         Raises MismatchError, naming the tensor or the table, if the model is another one.
         """
-        tables = tables_of(model)
-        for name, table in tables.items():
+        for name, table in tables_of(model).items():
             dim = self.rows(name, torch.empty(0, dtype=torch.int64)).shape[1]
             if dim != table.dim:
                 raise MismatchError(f"table {name!r} has dim {dim} in the checkpoint, {table.dim} in the model")
-        load_values(model, self.tensors())
-        for table in tables.values():
-            table.source = CheckpointRows(self.rows)
+        load_values(model, self.tensors(), self.rows)
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self._closed:
@@ -91,9 +78,7 @@ class Reader:
         try:
             return question()
         except ProtocolError as error:
-            raise CheckpointError(
-                f"{error}; checkpoint_keep says how many stay, and refresh() goes on to the newest"
-            ) from error
+            raise CheckpointError(f"{error}; checkpoint_keep says how many stay; refresh() takes the newest") from error
 
     def close(self) -> None:
         """End the connection."""
