@@ -241,11 +241,14 @@ def test_the_evaluator_ends_where_evaluate_ends_it_and_not_where_it_raises(tmp_p
     from shardline.model import named_values
     from shardline_evaluator.service import score
 
+    def no_rows(table: str, ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError(f"the model has no table {table!r}")
+
     def scored(statement: str) -> str:
         path, _ = write(tmp_path, "evaluate", statement, "Samples")
         job: Job = load_job(path)
         model = job.build_model()
-        return score(job, model, 1, dict(named_values(model))).failure
+        return score(job, model, 1, dict(named_values(model)), no_rows).failure
 
     assert "evaluate(model) raised ValueError: no" in scored("raise ValueError('no')")
     with pytest.raises(JobExitError, match=r"^evaluate\(model\) called sys\.exit\(3\)"):
