@@ -37,6 +37,7 @@ from shardline import division, methods
 from shardline.cadence import CADENCES, Rounds
 from shardline.codecs import assigned, keep_whole, of as codecs_of, without_zeros
 from shardline.consistency import CONSISTENCIES, Clock, of as consistency_of
+from shardline.core.places import AUTO, PLACES, placed
 from shardline.core.scores import MOST
 from shardline.core.settings import WORKER, JobSettings, check as check_settings, check_field, short
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
@@ -102,6 +103,9 @@ class Job(JobSettings):
     """Encoding of activations and their gradients between the stages of a pipeline; "" = they travel as they are."""
     codec_tensors: Mapping[str, Any] = field(default_factory=dict)
     """Encoding of single tensors, both ways, by the first pattern that their name matches: {"*.bias": "raw"}."""
+    communication: str | Mapping[str, str] = AUTO
+    """What holds a tensor, by the first pattern that its name matches, where the cluster has both: "ps" = servers,
+    "allreduce" = the workers themselves: {"embed*": "ps", "*": "allreduce"}. "auto" = tables on servers."""
     cadence: str | Resident = "every-step"  # type: ignore[assignment]
     """When a worker exchanges with the servers, and what it sends."""
     topology: str | Resident = "flat"  # type: ignore[assignment]
@@ -133,6 +137,7 @@ class Job(JobSettings):
         _require(isinstance(self.codec_tensors, Mapping), "codec_tensors", self.codec_tensors, "give a dict")
         chosen = {str(pattern): methods.canonical("codec", codec) for pattern, codec in self.codec_tensors.items()}
         object.__setattr__(self, "codec_tensors", chosen)
+        _check_communication(self.communication)
         shared = self.tensor_parallel
         _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
         if isinstance(self.dataset, DataLoader):
@@ -292,6 +297,7 @@ class Job(JobSettings):
         tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
         tensors = without_zeros(self, tensors, sparse_weights(model))
         tensors = keep_whole(codecs_of(self), tensors)
+        tensors = tensors if isinstance(self.communication, str) else placed(tensors, self.communication)
         check_tensors(found, tensors)
         parts = division.of(self)
         tensors = parts.tensors(model, tensors)
@@ -407,6 +413,13 @@ def _check_follows_scores(job: Job) -> None:
         )
 
 
+def _check_communication(value: object) -> None:
+    places = {*value.values()} if isinstance(value, Mapping) else None
+    fits = value == AUTO if places is None else bool(places) and places <= {*PLACES}
+    remedy = f"give {AUTO!r}, or a dict of patterns with {' or '.join(map(repr, PLACES))}"
+    _require(fits, "communication", value, remedy)
+
+
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise JobError(f"Job.{name} is {short(value)}; {remedy}")
@@ -518,7 +531,9 @@ def changed(job: Job, overrides: Iterable[tuple[str, str]], **changes: Any) -> J
 def _check_mirrored(job: Job, workers: int) -> None:
     if job.shares_layers or str(job.pipeline) != division.WholeModel.name:
         how = "tensor_parallel" if job.shares_layers else f"pipeline {job.pipeline}"
-        raise JobError(f"workers that are mirrored compute whole replicas, but this job has {how}; start servers: --ps")
+        raise JobError(
+            f"workers that are mirrored compute whole replicas, but this job has {how}; use --workers and --ps"
+        )
     if job.contributors == job.replicas < workers:
         raise JobError(
             f"{workers} workers are mirrored, but the job has {job.replicas} replicas, so some would compute nothing; "

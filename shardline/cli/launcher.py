@@ -217,7 +217,8 @@ class LaunchOptions:
     @property
     def processes(self) -> tuple[str, ...]:
         """The tasks that have a process of their own."""
-        return tuple(task for task in self.spec().task_names() if not (self.with_ps and task.startswith("ps/")))
+        own = {f"ps/{index}" for index in range(self.workers)} if self.with_ps else {}
+        return tuple(task for task in self.spec().task_names() if task not in own)
 
 
 def task_command(

@@ -83,13 +83,14 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 
 @click.command(epilog=EPILOG, options_metavar="[OPTIONS]", short_help="Run a whole cluster on this machine.")
 @click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
-@options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
+@options.option("--ps", type=click.IntRange(min=1), help="Parameter servers. Default: 1, or with --mirrored none.")
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
 @options.option(
     "--mirrored",
     type=click.IntRange(min=1),
     metavar="N",
-    help="N workers with all-reduce and no servers: each keeps 1/N of the parameters in its own process.",
+    help="N workers with all-reduce: each keeps 1/N of the parameters in its own process. With --ps M, "
+    "embedding tables, or what Job.communication says, are on M servers beside them.",
 )
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.tasks
@@ -218,18 +219,21 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
 
 def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags for which --mirrored stands, which launchers don't have. Raises UsageError for what contradicts it."""
-    count = flags.get("mirrored")
+    count, servers = flags.get("mirrored"), flags["ps"]
     if count is None:
-        return {}
-    plain = {"ps": 1, "workers": 1, "ps_device": "cpu", "chief_trains": False, "admin_token_file": None}
+        return {"ps": servers or 1}
+    plain: dict[str, Any] = {"workers": 1, "chief_trains": False, "admin_token_file": None}
+    if not servers:
+        plain["ps_device"] = "cpu"
     for name in (name for name, value in plain.items() if flags[name] != value):
         raise UsageError(
-            f"--mirrored {count} starts {count} workers that hold the parameters, without servers and without an admin "
-            f"token; leave --{name.replace('_', '-')} out"
+            f"--mirrored {count} starts {count} workers that hold the parameters, without an admin token; leave "
+            f"--{name.replace('_', '-')} out"
         )
     # Without a standby, a worker that is missing lacks its share of the parameters, too.
     least = flags["min_workers"] if flags["standbys"] else count
-    return {"ps": count, "workers": count, "min_workers": least, "ps_device": flags["device"], "with_ps": True}
+    mine = {} if servers else {"ps_device": flags["device"]}
+    return {"ps": count + (servers or 0), "workers": count, "min_workers": least, "with_ps": True, **mine}
 
 
 def _share_a_gpu(flags: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardline.core.places import place_of
 from shardline.core.rows import PARTS
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec, itemsize
 from shardline.core.tensor_bytes import is_stored
@@ -151,6 +152,10 @@ class Plan:
                     found[piece.tensor].append((s, b, piece))
         return found
 
+    def place(self, shard: int) -> str:
+        """The place of a shard's tensors, see core.places; of a plan that was made without places, any."""
+        return place_of(self.tensors[self.shards[shard].buckets[0].slices[0].tensor])
+
 
 def quantum_rows(tensor: TensorSpec) -> int:
     """Number of rows between two positions where the tensor may be cut."""
@@ -221,13 +226,15 @@ def make_plan(
     *,
     bucket_bytes: int | None = None,
     shares: Sequence[float] | None = None,
+    places: Mapping[str, int] | None = None,
 ) -> Plan:
     """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
 
     bucket_bytes: None = according to the size of a shard. shares: the part of the bytes that each shard gets, above 0,
-    1 in all; None = equal parts, which a model with fewer pieces than shards gets in any case. Every fragment is
-    balanced by itself, because fragments are exchanged one at a time: what follows is said of a model in one fragment
-    and equal parts.
+    1 in all; None = equal parts, which a model with fewer pieces than shards gets in any case. places: instead of
+    num_shards and shares, the number of shards for the tensors of each place (core.places.place_of), which come one
+    after another. Every fragment is balanced by itself, because fragments are exchanged one at a time: what follows is
+    said of a model in one fragment and equal parts.
 
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean if tensors can be cut
@@ -249,9 +256,26 @@ def make_plan(
                 raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
             seen[name] = tensor.name
 
+    if places:
+        shards: list[ShardSpec] = []
+        for place, count in places.items():
+            here = [number for number, tensor in enumerate(tensors) if place_of(tensor) == place]
+            shards += _shards(tensors, here, count, bucket_bytes, None)
+        return Plan(tuple(tensors), tuple(shards))
+    return Plan(tuple(tensors), tuple(_shards(tensors, range(len(tensors)), num_shards, bucket_bytes, shares)))
+
+
+def _shards(
+    tensors: Sequence[TensorSpec],
+    numbers: Sequence[int],
+    num_shards: int,
+    bucket_bytes: int | None,
+    shares: Sequence[float] | None,
+) -> list[ShardSpec]:
+    """At most num_shards shards with the tensors of these numbers."""
     # Pieces small enough for balanced greedy placement: at most a bucket, and, where there are several shards, at most
     # 1/12 of a shard's fair share of a fragment (without the padding, 1/10 would be enough for a balance of 1.1).
-    dense = [number for number, tensor in enumerate(tensors) if tensor.kind is not TensorKind.TABLE]
+    dense = [number for number in numbers if tensors[number].kind is not TensorKind.TABLE]
     total = sum(tensors[number].elements * itemsize(tensors[number].dtype) for number in dense)
     if bucket_bytes is None:
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
@@ -264,20 +288,23 @@ def make_plan(
 
     placed = _place(pieces, tensors, shares or [1] * num_shards)
     if shares is not None and not all(placed):
-        return make_plan(tensors, num_shards, bucket_bytes=bucket_bytes)
+        return _shards(tensors, numbers, num_shards, bucket_bytes, None)
     shards = []
-    for held, tables in zip(placed, _table_buckets(tensors, shares or [1] * num_shards), strict=True):
+    for held, tables in zip(placed, _table_buckets(tensors, numbers, shares or [1] * num_shards), strict=True):
         held.sort(key=lambda p: (p.tensor, p.first_row))
         if held or tables:
             shards.append(ShardSpec(buckets=(*_pack(held, tensors, bucket_bytes), *tables)))
-    return Plan(tuple(tensors), tuple(shards))
+    return shards
 
 
-def _table_buckets(tensors: Sequence[TensorSpec], shares: Sequence[float]) -> list[list[BucketSpec]]:
+def _table_buckets(
+    tensors: Sequence[TensorSpec], numbers: Sequence[int], shares: Sequence[float]
+) -> list[list[BucketSpec]]:
     """For each shard a bucket of each table: a range of its parts, as long as the shard's share."""
     ends = [round(PARTS * end / sum(shares)) for end in itertools.accumulate(shares)]
     found: list[list[BucketSpec]] = [[] for _ in shares]
-    for number, tensor in enumerate(tensors):
+    for number in numbers:
+        tensor = tensors[number]
         for held, first, end in zip(found, [0, *ends], ends, strict=False) if tensor.kind is TensorKind.TABLE else ():
             if end > first:
                 elements = (end - first) * tensor.row_elements

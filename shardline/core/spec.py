@@ -108,6 +108,8 @@ class TensorSpec:
     """Of a table: which rows are removed; "" = none."""
     max_rows: int = 0
     """Of a table: rows at most; 0 = any number."""
+    place: str = ""
+    """Servers that hold it, see core.places: PS or ALLREDUCE; "" = the chief chooses."""
 
     @property
     def elements(self) -> int:

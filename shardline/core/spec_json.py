@@ -25,7 +25,7 @@ for _spec in (TensorSpec, RuleSpec, ScheduleSpec, ConsistencySpec, InnerSpec, Jo
     # Strict: True is no number, and "7" none either.
     _spec.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[union-attr]
 _JOB = TypeAdapter(JobSpec)
-_OF_TABLES = ("rule", "init", "admit", "evict", "max_rows")
+_OF_SOME = ("rule", "init", "admit", "evict", "max_rows", "place")
 """Fields of a TensorSpec that are not written where they are empty."""
 
 
@@ -67,9 +67,7 @@ def _sentence(error: ValidationError) -> str:
 def _encode(value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {
-            name: _encode(item, f"{path}.{name}") for name, item in fields.items() if name not in _OF_TABLES or item
-        }
+        return {name: _encode(item, f"{path}.{name}") for name, item in fields.items() if name not in _OF_SOME or item}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, collections.abc.Mapping):

@@ -83,3 +83,22 @@ def test_deaths_of_every_role_change_no_bit(tmp_path: Path) -> None:
     known, initial = map(json.loads, rows.out.splitlines())
     assert (known["stored"], initial["stored"]) == (True, False) and len(known["values"]) == 4
     assert max(map(abs, initial["values"])) <= 0.05 < max(map(abs, known["values"]))
+
+
+def test_a_table_on_a_server_and_the_rest_among_the_workers_keep_their_bits_through_deaths(tmp_path: Path) -> None:
+    slow = {"imports": "import time", "after_loss": "time.sleep(0.02)"}
+    settings = {"steps": 40, "replicas": 2, "checkpoint_every": 10, "after": TABLED, **slow}
+    job, out = write_job(tmp_path / "job.py", **settings), tmp_path / "run"
+    with mortal_cluster(job, out, ps=3, with_ps=True, min_workers=2) as cluster:
+        wait_for_event(out, "plan", "2 among the workers and 1 on servers")
+        for task, step in (("ps/2", 10), ("worker/1", 20)):
+            wait_for_event(out, "checkpoint", f"of step {step}: ")
+            cluster.kill(task)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    assert summary_of(out)["sha256"] == expected_sha256(job)
+    assert len(summary_of(out)["recoveries"]) == 2, events(out)
+    # On servers alone, and back.
+    for steps, flags in ((50, ["--workers", "1"]), (60, ["--mirrored", "2", "--ps", "1"])):
+        finished = train(job, out, *flags, "--steps", str(steps), "--resume")
+        assert finished.code == 0, finished
+        assert summary_of(out)["sha256"] == expected_sha256(job, steps=steps)

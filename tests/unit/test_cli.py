@@ -379,8 +379,7 @@ def test_earlier_run_is_not_overwritten_and_resume_needs_one(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--ps", "2"], "--mirrored 3 starts 3 workers that hold .* leave --ps out"),
-        (["--workers", "2"], "leave --workers out"),
+        (["--workers", "2"], "--mirrored 3 starts 3 workers that hold .* leave --workers out"),
         (["--chief-trains"], "leave --chief-trains out"),
         (["--ps-device", "cuda"], "leave --ps-device out"),
         (["--token-file", "token", "--admin-token-file", "token"], "leave --admin-token-file out"),
@@ -396,6 +395,9 @@ def test_mirrored_stands_for_workers_that_hold_the_parameters_and_refuses_others
     assert found.processes == ("chief/0", "worker/0", "worker/1", "worker/2")
     assert (found.spec().num("ps"), found.spec().num("worker"), found.min_workers) == (3, 3, 3)
     assert found.settings()["with_ps"] is True
+    beside = options("--ps", "2", "--ps-device", "cuda")
+    assert beside.processes == ("chief/0", "ps/3", "ps/4", "worker/0", "worker/1", "worker/2")
+    assert (beside.spec().num("ps"), beside.ps_device, beside.min_workers) == (5, "cuda", 3)
     with pytest.raises(UsageError, match=says):
         options(*more)
 

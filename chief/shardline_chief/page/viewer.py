@@ -13,7 +13,6 @@ from typing import Any
 
 from shardline.checkpoint import committed_steps
 from shardline.checkpoint.manifest import step_folder
-from shardline.core.plan import make_plan
 from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill, TaskStatus
 from shardline.errors import UsageError
 from shardline.host import files
@@ -48,7 +47,6 @@ class RunFiles:
         self._passes = passes
         self._shelf = Shelf()
         self._known = Remembered()
-        self._shard_bytes: tuple[int, ...] = ()
         self._seen: dict[Path, tuple[int, int]] = {}
         """Time in ns and bytes of each file when it was last read."""
         self._rests: dict[Path, float] = {}
@@ -93,7 +91,7 @@ class RunFiles:
             time=now,
             staleness=mean(past.staleness),
             staleness_max=int(summary.get("staleness", {}).get("max", 0)),
-            shard_bytes=self._shard_bytes,
+            shard_bytes=self._known.shard_bytes,
             stages=self._passes.figures(),
             standstill=still,
         )
@@ -119,13 +117,7 @@ class RunFiles:
         self._rests[path] = now + REST * (time.monotonic() - began_s)
 
     def _read_journal(self, path: Path) -> None:
-        known = self._known = replay(read_entries(path.parent))
-        self._shard_bytes = ()
-        if known.job is not None and known.shards:
-            held = [share for share in known.shares if share]
-            shares = held if len(held) == known.shards else None
-            plan = make_plan(known.job.tensors, known.shards, shares=shares)
-            self._shard_bytes = tuple(shard.nbytes for shard in plan.shards)
+        self._known = replay(read_entries(path.parent))
 
     def _read_trace(self, path: Path) -> None:
         if self._known.job is not None:

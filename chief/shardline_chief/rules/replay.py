@@ -40,6 +40,8 @@ class Remembered:
     """Number of shards in the plan."""
     shares: tuple[float, ...] = ()
     """The part of the model of each server, 0 = none; empty = equal parts."""
+    shard_bytes: tuple[int, ...] = ()
+    """Bytes of each shard's values; empty where an earlier version wrote the journal."""
     timeline: int = 0
     """The newest timeline begun; 0 = none."""
     active: bool = False
@@ -133,6 +135,7 @@ class Remembered:
             case "plan":
                 self.plan_id, self.shards = str(entry["plan_id"]), int(entry.get("shards", 0))
                 self.shares = tuple(float(share) for share in entry.get("shares", ()))
+                self.shard_bytes = tuple(int(size) for size in entry.get("sizes", ()))
             case "timeline" | "standbys" | "failover":
                 self._placed(entry)
             case "running":

@@ -70,9 +70,17 @@ class Moving:
     def _spread(self) -> dict[int, str]:
         state = self.state
         assert state.layout.plan is not None
+        assert state.job is not None
         sizes = {number: shard.nbytes for number, shard in enumerate(state.layout.plan.shards)}
-        holders = [member.task for member in state.tasks.holders()]
-        return spread(state.layout.placement, sizes, holders, even=not self._drains) if holders else {}
+        holders, plan, settings = state.tasks.holders(), state.layout.plan, state.settings
+        moves: dict[int, str] = {}
+        for place in settings.places(state.job) or [""]:
+            # Where nobody of its kind is left, any server will do.
+            fit = [member.task for member in holders if settings.suits(member.index, place)]
+            here = tuple(one for one in state.layout.placement if not place or plan.place(one.shard) == place)
+            fit = fit or [member.task for member in holders]
+            moves |= spread(here, sizes, fit, even=not self._drains) if fit else {}
+        return moves
 
     def look(self, now_s: float) -> None:
         """Note what is done, and choose other servers for the shards whose new server is gone."""

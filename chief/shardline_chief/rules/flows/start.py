@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from shardline import consistency, division, topology
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
+from shardline.core.places import TOLD
 from shardline.core.plan import Plan, balance
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
@@ -92,26 +94,36 @@ class Start:
         state = self.state
         # Those beyond the cluster spec may take some later.
         servers = [member for member in state.tasks.members.living("ps") if member.index < len(state.settings.ps)]
-        members = [member for member in servers if state.settings.holds(member.index)]
+        places = state.settings.places(job)
+        kinds = [plan.place(shard) if places else "" for shard in range(len(plan.shards))]
+        members = [member for member in servers if places or state.settings.holds(member.index)]
         if len(members) < len(servers):
             without = [member.task for member in servers if member not in members]
             state.say("plan", f"{', '.join(without)} will not hold any shard: the workers there need their links")
         # A small model may have fewer shards than there are ps: the last ones then hold nothing.
+        turns = {
+            kind: itertools.cycle([member for member in members if state.settings.suits(member.index, kind)])
+            for kind in {*kinds}
+        }
+        chosen = [next(turns[kind]) for kind in kinds]
         placement = tuple(
-            Placement(shard=shard, task=member.task, address=member.address)
-            for shard, member in zip(range(len(plan.shards)), itertools.cycle(members), strict=False)
+            Placement(shard=shard, task=member.task, address=member.address) for shard, member in enumerate(chosen)
         )
-        idle = [member.task for member in members[len(plan.shards) :]]
+        idle = [member.task for member in members if member not in chosen]
         if idle:
             state.say(
                 "plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will not hold any shard"
             )
         shares, shards = state.settings.shares, len(plan.shards)
-        state.record("plan", plan_id=plan.plan_id, shards=shards, shares=shares, replicas=job.replicas, job=job.name)
+        sizes = [shard.nbytes for shard in plan.shards]
+        facts = {"plan_id": plan.plan_id, "shards": shards, "shares": shares, "sizes": sizes}
+        state.record("plan", **facts, replicas=job.replicas, job=job.name)
         buckets = sum(len(shard.buckets) for shard in plan.shards)
-        size = sum(shard.nbytes for shard in plan.shards)
+        size = sum(sizes)
         where = f"largest {balance(plan):.2f} of the mean"
-        if shares and not state.settings.shards and shards == len(members):
+        if places:
+            where = " and ".join(f"{count} {TOLD[kind]}" for kind, count in Counter(kinds).items())
+        elif shares and not state.settings.shards and shards == len(members):
             parts = [
                 f"{100 * shard.nbytes / size:.0f} % on {place.task}"
                 for shard, place in zip(plan.shards, placement, strict=True)

@@ -8,10 +8,11 @@ from typing import Any
 from shardline import cadence, codecs, consistency
 from shardline.consistency import Gives
 from shardline.core.choices import Choices
+from shardline.core.places import ALLREDUCE, shards_by_place
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import JobSpec, differences
 from shardline.core.timeouts import Timeouts
-from shardline.errors import UsageError
+from shardline.errors import JobError, UsageError
 
 FREE = ("name", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
 """Settings that change no step."""
@@ -81,6 +82,8 @@ class ChiefSettings:
     """With fewer tasks that train the job pauses, and ends if that lasts too long."""
     max_workers: int = 64
     inexact: bool = False
+    own_ps: int = 0
+    """Servers in the processes of workers: the first by index."""
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
     bucket_bytes: int = 0
@@ -106,8 +109,22 @@ class ChiefSettings:
     def plan(self, job: JobSpec) -> Plan:
         """How the job's tensors are cut over the parameter servers. Raises JobError."""
         held = [share for share in self.shares if share and not self.shards]
-        number = self.shards or len(held or self.ps)
-        return make_plan(job.tensors, number, bucket_bytes=self.bucket_bytes or None, shares=held or None)
+        number, places = self.shards or len(held or self.ps), self.places(job)
+        if places and self.shards:
+            raise JobError(
+                "--shards cuts a model for servers that may all hold any part; leave it, or communication, out"
+            )
+        return make_plan(
+            job.tensors, number, bucket_bytes=self.bucket_bytes or None, shares=held or None, places=places
+        )
+
+    def places(self, job: JobSpec) -> dict[str, int]:
+        """Number of shards for the tensors of each place; empty if any server may hold any tensor. Raises JobError."""
+        return shards_by_place(job, self.own_ps, len(self.ps) - self.own_ps)
+
+    def suits(self, index: int, place: str) -> bool:
+        """Tell if a ps is for the shards of a place; "" = any."""
+        return not place or (index < self.own_ps) == (place == ALLREDUCE)
 
     def cut_as(self, shares: tuple[float, ...]) -> ChiefSettings:
         """These settings with the shares of a run that is to go on, if it has as many servers."""
