@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from benchmarks.network import Lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment, run_json
+from shardline.cluster import parse_address
 
 JOB = ROOT / "benchmarks" / "train_job.py"
 RUN_S = 900.0
@@ -93,10 +94,23 @@ def alone(model: Model, prefix: Prefix = HERE) -> dict[str, Any]:
 
 
 def train(
-    model: Flags, places: Places, *, job: Path = JOB, overlap: bool = True, lane: str = "auto", codec: str = "raw"
+    model: Flags,
+    places: Places,
+    *,
+    job: Path = JOB,
+    overlap: bool = True,
+    lane: str = "auto",
+    codec: str = "raw",
+    own: bool = False,
+    served: bool = True,
 ) -> dict[str, Any]:
-    """Train with a chief and one ps; a worker's figures. Raises ContenderError."""
-    cluster = json.dumps({"chief": [places.chief], "ps": [places.ps], "worker": places.workers})
+    """Train with a chief and servers; a worker's figures. Raises ContenderError.
+
+    own: each worker is also a ps. served: there is one ps of its own.
+    """
+    servers = [f"{host}:{PORT + 1}" for host, _ in map(parse_address, places.workers)] if own else []
+    servers += [places.ps] if served else []
+    cluster = json.dumps({"chief": [places.chief], "ps": servers, "worker": places.workers})
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-bench-")))
         figures = folder / "figures.json"
@@ -107,9 +121,10 @@ def train(
             command += ["--lane", lane, "--overlap" if overlap else "--no-overlap", *more]
             return stack.enter_context(Child(command, prefix=prefix, what=role, env=settings))
 
-        given = ("--job", str(job), "--codec", codec)
+        given = ("--job", str(job), "--codec", codec, *(["--with-ps"] if own else []))
         chief = task("chief", places.server, *given, "--out", str(folder / "out"))
-        task("ps", places.server)
+        if served:
+            task("ps", places.server, "--task", f"ps/{len(servers) - 1}")
         workers = [
             task("worker", prefix, *given, "--task", f"worker/{index}") for index, prefix in enumerate(places.clients)
         ]

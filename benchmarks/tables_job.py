@@ -38,6 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=["bags", "clicks", "dense"], default="bags")
     parser.add_argument("--dim", type=int, default=64, help=f"of the rows, for bags; {DIM} in the others")
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=0, help="width of two more dense layers; 0 = as in the example")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
@@ -84,6 +85,11 @@ class Training:
         if self.options.model == "bags":
             return Bags(self.options.dim)
         model: nn.Module = Clicks()
+        if width := self.options.hidden:
+            first = model.top[0].in_features
+            model.top = nn.Sequential(
+                *(nn.Linear(first, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+            )
         if self.options.model == "dense":
             model.features = WholeTables()
         return model
