@@ -1,6 +1,6 @@
 """Many schedules, one after another.
 
-make chaos                        # seeds 0 to 79, and 20 from each of 400, 500, 600 and 700
+make chaos                        # seeds 0 to 79, and 20 from each of 400, 500, 600, 700 and 800
 make chaos ARGS="--seed 17"       # one of them again
 """
 
@@ -18,13 +18,16 @@ import click
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import ROOT, Cold, Nursery, Starter
 from tests.chaos.play import Played, play
-from tests.chaos.schedules import BEHIND, BESIDE, PAUSED, TABLED, TIMEOUT_S, draw
+from tests.chaos.schedules import BEHIND, BESIDE, MIRRORED, PAUSED, TABLED, TIMEOUT_S, draw
 
 COLD_TIMEOUT_S = 24.0
 """Where each process imports everything anew."""
 
 
-DEFAULT = (*range(80), *(first + number for first in (PAUSED, BESIDE, BEHIND, TABLED) for number in range(20)))
+DEFAULT = (
+    *range(80),
+    *(first + number for first in (PAUSED, BESIDE, BEHIND, TABLED, MIRRORED) for number in range(20)),
+)
 
 
 @click.command()
@@ -33,7 +36,7 @@ DEFAULT = (*range(80), *(first + number for first in (PAUSED, BESIDE, BEHIND, TA
     "seeds",
     type=int,
     multiple=True,
-    help="This schedule; may be repeated. Default: 0 to 79, and 20 from each of 400, 500, 600 and 700.",
+    help="This schedule; may be repeated. Default: 0 to 79, and 20 from each of 400, 500, 600, 700 and 800.",
 )
 @click.option("--count", type=click.IntRange(1), help="So many seeds from --from.")
 @click.option("--from", "first", type=int, default=0, show_default=True, help="The first seed.")

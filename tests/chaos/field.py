@@ -57,11 +57,14 @@ class Field:
         counts: Mapping[str, int],
         timeout_s: float,
         flags: Sequence[str] = (),
+        own: bool = False,
         networks: bool = False,
         restarts: int = 12,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """flags: of the chief. restarts: so often is a task that failed started again. settings: environment."""
+        """flags: of the chief. own: each worker is also the ps with its index. restarts: so often is a task that failed
+        started again. settings: environment.
+        """
         self.folder = folder
         self.out = folder / "run"
         self._starter = starter
@@ -70,7 +73,9 @@ class Field:
         self._flags = tuple(flags)
         self._restarts = restarts
         names = [f"{role}/{index}" for role, count in counts.items() for index in range(count)]
-        self.tasks = {name: Task(name) for name in names}
+        self._names, self._own = names, own
+        within = {f"ps/{index}" for index in range(counts["worker"])} if own else {}
+        self.tasks = {name: Task(name) for name in names if name not in within}
         self.networks = Networks(names) if networks else None
         self._counts = counts
         # The own network of this test is nobody else's.
@@ -117,7 +122,7 @@ class Field:
 
     def _write_spec(self, stack: contextlib.ExitStack) -> None:
         """cluster.json; ports of this machine stay the tasks' own until the end, whoever of them is away."""
-        names = list(self.tasks)
+        names = self._names
         if self.networks is not None:
             places = {name: f"{self.networks.address(name)}:{PORT}" for name in names}
         else:
@@ -141,6 +146,7 @@ class Field:
         # Who is started again after the job's end finds no chief, and need not wait for it for minutes here.
         limits = ["--timeout", str(self._timeout_s), "--join-timeout", str(self._timeout_s)]
         command += [*limits, "--job", str(self._job)]
+        command += ["--with-ps"] if self._own and role in ("chief", "worker", "evaluator") else []
         return [*command, *self._flags] if role == "chief" else command
 
     def run(self, name: str, log: Path, limit_s: float) -> int:

@@ -36,6 +36,8 @@ BEHIND = 600
 """Seeds from this one on draw jobs whose workers exchange through aggregators, or through one of them."""
 TABLED = 700
 """Seeds from this one on have, in turn, the jobs of the first PLAIN ones with embedding tables, never clipped."""
+MIRRORED = 800
+"""Seeds from this one on have the jobs of those from TABLED on, whose workers hold all but the tables."""
 GATHERED = (3, 7, 8, 9)
 """Last digits of the seeds, from BEHIND on, that do."""
 PACED = "ssp:slack=1"
@@ -96,6 +98,8 @@ class Schedule:
     apply: str = "server"
     tables: bool = False
     """The model has embedding tables."""
+    own: bool = False
+    """Each worker is also the ps with its index; one ps, which has the tables, is a process of its own."""
     topology: str = "flat"
     aggregators: int = 0
     pipeline: str = "whole-model"
@@ -144,6 +148,7 @@ class Schedule:
         about += f", parcels in {self.codec_parcels}" if self.codec_parcels else ""
         about += ", workers apply" if self.apply == "worker" else ""
         about += ", embedding tables" if self.tables else ""
+        about += ", the rest among the workers" if self.own else ""
         about += f", topology {self.topology}" if self.topology != "flat" else ""
         about += f", {self.aggregators} of them" if self.aggregators else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
@@ -165,9 +170,11 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     From PAUSED on, somewhere among the events the chief is paused, or everybody. From BESIDE on, another job runs on
     the same host, and two of ten jobs have workers that share layers. From BEHIND on, four of ten are synchronous
     jobs behind aggregators, most of them with a codec; what these seeds draw else is as if there were no BEHIND.
-    From TABLED on, models have embedding tables.
+    From TABLED on, models have embedding tables. From MIRRORED on, workers hold everything else.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
+    if seed >= MIRRORED:
+        return _mirrored(draw(TABLED + seed - MIRRORED, networks=False, standbys=standbys), seed)
     if seed >= TABLED:
         plain = draw((seed - TABLED) % PLAIN, networks=networks, standbys=standbys)
         return replace(plain, seed=seed, tables=True, clip_norm=0.0)
@@ -218,6 +225,14 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     )
     drawn = cut.applied(drawn) if cut else drawn
     return replace(drawn, beside=_team(-seed, dice)) if seed >= BESIDE else drawn
+
+
+def _mirrored(drawn: Schedule, seed: int) -> Schedule:
+    """A schedule whose servers are in its workers' processes, but for one."""
+    names = {f"ps/{index}": f"worker/{index % drawn.workers}" for index in range(drawn.ps)}
+    names["ps/0"] = f"ps/{drawn.workers}"
+    events = [replace(e, task=names.get(e.task, e.task), peer=names.get(e.peer, e.peer)) for e in drawn.events]
+    return replace(drawn, seed=seed, own=True, ps=drawn.workers + 1, events=tuple(events))
 
 
 def _team(seed: int, dice: random.Random) -> Schedule:
