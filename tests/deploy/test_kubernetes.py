@@ -107,7 +107,7 @@ def with_gpus(folder: Path) -> str:
                 "apiVersion": "kustomize.config.k8s.io/v1beta1",
                 "kind": "Kustomization",
                 "resources": ["secured"],
-                "components": ["components/gpu"],
+                "components": ["components/gpu", "components/aggregators"],
             }
         )
     )
@@ -128,7 +128,9 @@ def test_rendered_manifests_follow_the_schemas(tmp_path: Path) -> None:
     expected = {"ConfigMap": 2, "Service": 4, "StatefulSet": 3, "Deployment": 1, "PodDisruptionBudget": 2}
     expected |= {"NetworkPolicy": 1}
     counts = {kind: kinds.count(kind) for kind in kinds}
-    assert counts == {kind: 3 * count for kind, count in expected.items()} | {"ServiceMonitor": 2}
+    expected = {kind: 3 * count for kind, count in expected.items()} | {"ServiceMonitor": 2}
+    # The aggregators of one of them.
+    assert counts == expected | {"Service": 13, "StatefulSet": 10}
 
 
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed; its kustomize is what ours is compared with")

@@ -139,7 +139,13 @@ def test_unit_gives_a_task_longer_to_end_than_its_timeout() -> None:
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [("chief", "chief/0"), ("ps-0", "ps/0"), ("worker-0", "worker/0"), ("evaluator", "evaluator/0")],
+    [
+        ("chief", "chief/0"),
+        ("ps-0", "ps/0"),
+        ("worker-0", "worker/0"),
+        ("evaluator", "evaluator/0"),
+        ("aggregator-0", "aggregator/0"),
+    ],
 )
 def test_settings_of_an_instance_make_its_task(
     name: str, task: str, here: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +172,7 @@ def test_settings_of_an_instance_make_its_task(
 
 def test_instances_of_one_machine_take_metrics_ports_of_their_own() -> None:
     ports = [variables(path)["SHARDLINE_METRICS_PORT"] for path in SYSTEMD.glob("*.env") if path.name != "common.env"]
-    assert len(set(ports)) == len(ports) == 4
+    assert len(set(ports)) == len(ports) == 5
 
 
 # Compose
