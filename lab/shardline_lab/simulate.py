@@ -147,8 +147,9 @@ def advise(**flags: Any) -> int:
             ]
             options.write_file(flags["json_path"], json.dumps(told, indent=2) + "\n")
         return 0
-    found = menu.simulated(job, make_setup(job, flags, compares=True, seed=job.seed))
-    for line in [*table(found, menu.own(job)), "", *advice(job, found)]:
+    setup = make_setup(job, flags, compares=True, seed=job.seed)
+    found = menu.simulated(job, setup)
+    for line in [*remarks(setup), *table(found, menu.own(job)), "", *advice(job, found)]:
         click.echo(line)
     if flags["json_path"] is not None:
         rows = [
@@ -183,8 +184,12 @@ def table(found: Menu, own: Choice) -> list[str]:
     lines = aligned(rows, texts=4 + staged)
     between = ", and between stages" if staged else ""
     lines.append(f"* the job as it is. MB/step: pushed and pulled by all workers{between}. Staleness in updates.")
+    reasons: dict[str, list[Choice]] = {}
     for choice, why in found.refused:
-        lines.append(f"Not {choice.consistency}, {choice.codec}, {choice.cadence}: {why}")
+        reasons.setdefault(why, []).append(choice)
+    for why, (first, *others) in reasons.items():
+        more = f", nor {len(others)} others" if others else ""
+        lines.append(f"Not {first.consistency}, {first.codec}, {first.cadence}{more}: {why}")
     return lines
 
 
@@ -317,9 +322,19 @@ def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCo
 def remarks(setup: Setup) -> list[str]:
     """What the user might not expect."""
     import shardline_pipeline as pipeline
-    from shardline import consistency
+    from shardline.core.spec import TensorKind
 
     job, units = setup.job, pipeline.units(setup.job)
+    tables = sum(tensor.kind is TensorKind.TABLE for tensor in job.tensors)
+    rows = [f"rows of {tables} embedding tables are left out: only the rest of the model moves"] if tables else []
+    return rows + _idle(setup, units)
+
+
+def _idle(setup: Setup, units: int) -> list[str]:
+    import shardline_pipeline as pipeline
+    from shardline import consistency
+
+    job = setup.job
     if pipeline.of(job).staged:
         what = f"{pipeline.stages(job)} stages, {job.replicas} times"
     elif consistency.of(job.consistency).assigns_replicas:
