@@ -100,7 +100,7 @@ class Coding:
         first = self.plan.tensors[spec.slices[0].tensor]
         own = self.codec_of(first)
         if spec.kind is TensorKind.TABLE:
-            rows = PackedRows(codec_of_rows(own), first)
+            rows = PackedRows(codec_of_rows(own, first.row_elements), first)
             return BucketCoding(rows.codec, str(rows.codec), layout, rows, 0, 0, MOST_BYTES)
         taken = [part for part in layout.parts(Scope.TENSOR) if own.takes(part.tensor)]
         cut = next((part for part in taken if not part.is_whole and own.wants_whole(part.tensor.shape)), None)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from shardline.codecs.base import Codec, Layout, Memory, Turn
+from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
+from shardline.codecs.parts import Lossy
 from shardline.codecs.raw import Raw
 from shardline.core.plan import BucketSpec, Slice, padded
 from shardline.core.rows import ID_ELEMENTS, ids_of, pack, rows_of
@@ -21,9 +22,13 @@ COUNT_BYTES = 8
 """Before encoded rows: how many they are, int64."""
 
 
-def codec_of_rows(own: Codec) -> Codec:
-    """The codec that a table's rows are sent by, where `own` is that of other tensors."""
-    return own if own.memory is Memory.NONE and not (own.at_server.rule or own.at_server.votes) else PLAIN
+def codec_of_rows(own: Codec, dim: int) -> Codec:
+    """The codec that a table's rows of dim elements are sent by, where `own` is that of other tensors.
+
+    It encodes each row as if alone: which others are sent with it depends on the servers, and no number may.
+    """
+    found = None if own.memory is not Memory.NONE or own.at_server.rule or own.at_server.votes else own.of_rows(dim)
+    return found or PLAIN
 
 
 class PackedRows:
@@ -56,6 +61,8 @@ class PackedRows:
         """Bytes of rows: float32 [U, dim]."""
         if self.codec.is_view:
             return tensor_bytes(rows)
+        if isinstance(self.codec, Lossy):
+            return self.codec.encode_part(rows.reshape(-1), self._part(len(rows)), turn) if len(rows) else b""
         layout = self._layout(len(rows))
         flat = torch.zeros(layout.bucket.elements)
         flat[: rows.numel()] = rows.reshape(-1)
@@ -65,6 +72,12 @@ class PackedRows:
         """Rows: float32 [count, dim]. Raises ProtocolError."""
         if self.codec.is_view:
             return tensor_from_bytes(payload, "float32").view(count, self._dim)
+        if isinstance(self.codec, Lossy):
+            part = self._part(count)
+            if len(payload) > self.most_bytes(count) or (count == 0) != (len(payload) == 0):
+                raise ProtocolError(f"table {self._name!r}: {len(payload)} bytes can't be {count} rows")
+            found = self.codec.decode_part(memoryview(payload), part) if count else torch.empty(0)
+            return found.view(count, self._dim)
         layout = self._layout(count)
         least, most = self.codec.sizes(layout)
         # Else a short payload could have memory taken for as many rows as it says it has.
@@ -78,7 +91,14 @@ class PackedRows:
 
     def most_bytes(self, count: int) -> int:
         """Most bytes of this many rows."""
+        if isinstance(self.codec, Lossy):
+            return self.codec.max_part_bytes(self._part(count))
         return self.codec.sizes(self._layout(count))[1] if not self.codec.is_view else 4 * count * self._dim
+
+    def _part(self, count: int) -> Part:
+        """All rows, each of which has scales of its own."""
+        layout = self._layout(count)
+        return Part(tensor=layout.tensors[0], first_row=0, offset=0, elements=count * self._dim, piece=0)
 
     def _layout(self, count: int) -> Layout:
         """Rows as one tensor in one bucket."""

@@ -40,6 +40,8 @@ SERVICE_CPUS = 0.1
 PLACE_S = 120.0
 """Time for Ray to find room for all actors, which may mean new nodes, and for one of them to start."""
 END_S = 30.0
+OWN_END_S = 5.0
+"""Time for a chief to end by itself, once another task has ended for good: most such ends are the job's."""
 WAIT_S = 3600.0
 TAIL_LINES = 200
 MOST_WORDS = 300
@@ -257,6 +259,8 @@ class _Run:
         """Tasks by what Ray promises of their processes."""
         self._fatal: ShardlineError | None = None
         """Why the job can't go on, once a task has ended for good."""
+        self._asked_to_end = False
+        """The chief was sent SIGTERM, of which it may die on its last lines."""
 
     def to_the_end(self) -> dict[str, Any]:
         """Run all tasks; returns the chief's summary. Raises the error that ended the job."""
@@ -266,15 +270,19 @@ class _Run:
         try:
             code, words = self._follow()
         except KeyboardInterrupt:
-            chief.end.remote()
+            self._end(chief)
             code, words = self._follow()
-        if self._fatal is not None and not code:
+        if self._fatal is not None and code <= 0:
             raise self._fatal
         if code:
             raise ended_with(code, words or f"the chief {describe_code(code)}")
         summary = _get(chief.read.remote(f"{self._out}/summary.json"))
         self._await_others()
         return dict(json.loads(summary or "{}"))
+
+    def _end(self, chief: Any) -> None:
+        self._asked_to_end = True
+        chief.end.remote()
 
     def _begin(self, task: str) -> None:
         cluster = json.dumps({role: list(addresses) for role, addresses in self._tasks.spec.tasks.items()})
@@ -287,9 +295,12 @@ class _Run:
         """Wait for the end of the job; returns its exit code and last message."""
         while True:
             # Ray wakes this thread when a process has ended, or its actor.
-            ended, _ = ray.wait(list(self._running), timeout=END_S if self._fatal is not None else WAIT_S)
+            patience_s = END_S if self._asked_to_end else OWN_END_S if self._fatal is not None else WAIT_S
+            ended, _ = ray.wait(list(self._running), timeout=patience_s)
             if not ended and self._fatal is not None:
-                raise self._fatal
+                if self._asked_to_end:
+                    raise self._fatal
+                self._end(self._tasks.actors["chief/0"])
             for one in ended:
                 task = self._running.pop(one)
                 code, words = self._result(task, one)
@@ -297,14 +308,13 @@ class _Run:
                 how = describe_code(code, script=self._exits.runs_script(task))
                 if code:
                     log.warning("%s %s: %s", task, how, reason)
-                if again:
+                if again and not (task == "chief/0" and self._asked_to_end):
                     self._begin(task)
                 elif task == "chief/0":
                     return code, words
                 elif code and self._fatal is None and (why := self._exits.hopeless(code)):
                     # The chief knows better why, if it ends by itself.
                     self._fatal = ended_with(code, f"{task}: {words or how}; {why}")
-                    self._tasks.actors["chief/0"].end.remote()
 
     def _result(self, task: str, ended: Any) -> tuple[int, str]:
         """Exit code and last message of a task; a task that was lost with its actor gets another one."""

@@ -179,6 +179,32 @@ def test_codecs_encode_rows_and_the_bits_depend_on_nobody(codecs: dict[str, Any]
         assert same_bits(ends[0]["things.rows"], expected_end().params["things.rows"]) is exact
 
 
+def wide(dim: int) -> nn.Module:
+    """A bag whose rows are long enough for blocks of their own."""
+    return nn.Sequential(EmbeddingBag(EmbeddingTable("wide", dim, rule=ROWWISE)), nn.Linear(dim, 1))
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim", "rounds"), [("int8", 16, True), ("fp8", 24, True), ("int8", 512, True), ("qsgd", 16, False)]
+)
+def test_rounded_rows_do_not_depend_on_the_servers_that_share_them(codec: str, dim: int, rounds: bool) -> None:
+    # The rest of the model as it is: quanta of a dense tensor are the same on any servers anyway.
+    settings = {"model": functools.partial(wide, dim), "dataset": clicks, "loss": bag_loss, "steps": 4}
+    job = make_job(**settings, codec_tensors={"wide": codec})
+    ends, sent = [], []
+    for ps, ownership in ((1, [[0, 1, 2]]), (3, [[0], [2, 1]])):
+        with Cluster(job, ps=ps, lane="tcp") as cluster:
+            cluster.train(ownership)
+            ends.append(cluster.state().params["wide.rows"])
+            sent.append(sum(host.store.traffic.push_wire_bytes for host in cluster.hosts))
+    assert same_bits(*ends)
+    plain = reference(dataclasses.replace(job, codec_tensors={})).params["wide.rows"]
+    assert same_bits(ends[0], plain) is not rounds
+    with Cluster(dataclasses.replace(job, codec_tensors={}), ps=1, lane="tcp") as cluster:
+        cluster.train([[0, 1, 2]])
+        assert (sent[0] < cluster.hosts[0].store.traffic.push_wire_bytes) is rounds
+
+
 @pytest.mark.parametrize("ownership", [[[0, 1, 2]], [[2], [0, 1]]], ids=str)
 def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list[list[int]]) -> None:
     with Cluster(bounded_job(), ps=3) as cluster:

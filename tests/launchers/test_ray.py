@@ -37,7 +37,8 @@ def run(*arguments: Any, **named: Any) -> dict[str, Any]:
 
 def processes_of(task: str) -> list[psutil.Process]:
     """Processes of a task, which are children of Ray's own."""
-    return [one for one in psutil.process_iter() if f" --task {task} " in " ".join(_line(one))]
+    found = [one for one in psutil.process_iter() if f" --task {task} " in " ".join(_line(one))]
+    return [one for one in found if (parent := one.parent()) is not None and "TaskActor" in " ".join(_line(parent))]
 
 
 def _line(process: psutil.Process) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardline.codecs.base import Part
-from shardline.codecs.parts import Lossy, check_size
+from shardline.codecs.base import Codec, Part
+from shardline.codecs.parts import Lossy, check_setting, check_size
 from shardline.codecs.random import uniforms
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
@@ -114,6 +115,29 @@ class Quantizer(Lossy):
         if not np.isfinite(scales).all():
             raise ProtocolError(f"part {part.tensor.name!r}: a scale is not finite")
         return scales, unpack(payload[SCALE_BYTES * count :], self.bits, part.elements)
+
+
+LEAST_BLOCK, MOST_BLOCK = 8, 16_384
+
+
+class Blocked(Quantizer):
+    """A quantizer with a scale for each block of `block` values of a part."""
+
+    block: int
+
+    def __post_init__(self) -> None:
+        check_setting(self, "block", LEAST_BLOCK, MOST_BLOCK)
+
+    def scales(self, part: Part) -> int:
+        """One for each block; the last one may be shorter."""
+        return num_blocks(part.elements, self.block)
+
+    def of_rows(self, dim: int) -> Codec | None:
+        """With blocks that begin with rows."""
+        # What is rounded at random depends on the place among all rows.
+        if self.is_unbiased or not LEAST_BLOCK <= dim <= MOST_BLOCK:
+            return None
+        return self if dim % self.block == 0 else replace(self, block=dim)  # type: ignore[type-var]
 
 
 def refuse(part: Part, what: str) -> ProtocolError:

@@ -9,12 +9,9 @@ import numpy.typing as npt
 import torch
 
 from shardline.codecs.base import Part, Turn
-from shardline.codecs.parts import check_setting
-from shardline.codecs.quantizing.base import Quantizer, blocks, divided, num_blocks, refuse, scaled
+from shardline.codecs.quantizing.base import Blocked, blocks, divided, refuse, scaled
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import JobError
-
-MOST_BLOCK = 16_384
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class FP8(Quantizer):
+class FP8(Blocked):
     """8-bit floats times a scale per block of values (kind=e4m3: 3 bits of mantissa, e5m2: 2 and more range).
 
     Each block of `block` values has the scale max|x| / the largest float8, so that its range is used; values are
@@ -56,16 +53,13 @@ class FP8(Quantizer):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise JobError(f"codec fp8: kind is {self.kind!r}; give one of {', '.join(KINDS)}")
-        check_setting(self, "block", 8, MOST_BLOCK)
+        super().__post_init__()
 
     def error_bound(self, elements: int) -> float:
         """Half a unit in the last place of each value, squared, and half the smallest number for tinier ones."""
         kind = KINDS[self.kind]
         tiny = 2.0 ** (kind.least - 1) / kind.top
         return float(4.0 ** -(kind.mantissa + 1) + min(self.block, elements) * tiny**2)
-
-    def scales(self, part: Part) -> int:
-        return num_blocks(part.elements, self.block)
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
         """Scales, then floats."""

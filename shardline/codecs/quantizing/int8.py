@@ -7,17 +7,16 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Part, Turn
-from shardline.codecs.parts import NOT_FINITE, check_setting, check_size
-from shardline.codecs.quantizing.base import Quantizer, blocks, divided, num_blocks, refuse, rounded, scaled
+from shardline.codecs.parts import NOT_FINITE, check_size
+from shardline.codecs.quantizing.base import Blocked, blocks, divided, refuse, rounded, scaled
 from shardline.core.tensor_bytes import Buffer
 from shardline.native import codecs
 
 TOP = 127
-MOST_BLOCK = 16_384
 
 
 @dataclass(frozen=True)
-class Int8(Quantizer):
+class Int8(Blocked):
     """8-bit integers times a scale per block of values; a quarter of float32's bytes.
 
     Each block of `block` values has the scale max|x| / 127, and values are rounded to the nearest multiple of it, or
@@ -32,9 +31,6 @@ class Int8(Quantizer):
     block: int = 256
     stochastic: bool = False
 
-    def __post_init__(self) -> None:
-        check_setting(self, "block", 8, MOST_BLOCK)
-
     @property
     def is_unbiased(self) -> bool:
         return self.stochastic
@@ -42,9 +38,6 @@ class Int8(Quantizer):
     def error_bound(self, elements: int) -> float:
         """Block / (4 * 127^2): max|x|^2 of a block is at most its squared norm."""
         return min(self.block, elements) / (4 * TOP**2)
-
-    def scales(self, part: Part) -> int:
-        return num_blocks(part.elements, self.block)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
         found = None if self.stochastic else codecs.int8_encode(values, self.block)

@@ -9,15 +9,14 @@ import torch
 
 from shardline.codecs.base import Part, Turn
 from shardline.codecs.parts import NOT_FINITE, check_setting
-from shardline.codecs.quantizing.base import Quantizer, norms, num_blocks, refuse, rounded, scaled
+from shardline.codecs.quantizing.base import Blocked, norms, refuse, rounded, scaled
 from shardline.core.tensor_bytes import Buffer
 
-MOST_BLOCK = 16_384
 MOST_LEVELS = 127
 
 
 @dataclass(frozen=True)
-class QSGD(Quantizer):
+class QSGD(Blocked):
     """Unbiased random rounding to `levels` steps of each block's l2 norm, with 2 * levels + 1 codes.
 
     A value x of a block with the norm n becomes sign(x) * n * l / levels, where l is one of the two integers around
@@ -35,7 +34,7 @@ class QSGD(Quantizer):
 
     def __post_init__(self) -> None:
         check_setting(self, "levels", 1, MOST_LEVELS)
-        check_setting(self, "block", 8, MOST_BLOCK)
+        super().__post_init__()
 
     def error_bound(self, elements: int) -> float:
         size = min(self.block, elements)
@@ -44,9 +43,6 @@ class QSGD(Quantizer):
     @property
     def bits(self) -> int:
         return (2 * self.levels).bit_length()
-
-    def scales(self, part: Part) -> int:
-        return num_blocks(part.elements, self.block)
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
         """Norms, then level + levels of each value."""
