@@ -19,8 +19,8 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
-from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp import frames as bulk
+from shardline.lanes.tls_socket import shut
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import (
     Attached,
