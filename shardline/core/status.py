@@ -71,7 +71,7 @@ class TableStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardFigures:
+class ShardFacts:
     """Facts about a shard that its server tells and people see."""
 
     shard: int
@@ -89,7 +89,7 @@ class ShardFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardStatus(ShardFigures):
+class ShardStatus(ShardFacts):
     initialized: bool = False
     cuts: tuple[HeldCut, ...] = ()
     staleness_sum: int = 0
@@ -186,7 +186,7 @@ MEASURED_RARELY = ("drift", "gap")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFigures(StepMeans):
+class TaskFacts(StepMeans):
     """Facts about a task that the chief tells and people see."""
 
     state: str
@@ -203,7 +203,7 @@ class TaskFigures(StepMeans):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskStatus(TaskFigures):
+class TaskStatus(TaskFacts):
     task: str
     incarnation: int = 0
     last_heard_s: float = 0.0
@@ -290,7 +290,7 @@ class Counting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFigures:
+class JobFacts:
     """Facts about a job that the chief tells and people see."""
 
     job: str = ""
@@ -328,7 +328,7 @@ class JobFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChiefStatus(JobFigures):
+class ChiefStatus(JobFacts):
     steps: int = 0
     """Steps to train; 0 if a script ends the job by itself."""
     loss: float = float("nan")

@@ -21,9 +21,9 @@ from shardline.core.status import (
     CheckpointStatus,
     ChiefStatus,
     EventStatus,
-    JobFigures,
-    ShardFigures,
-    TaskFigures,
+    JobFacts,
+    ShardFacts,
+    TaskFacts,
     TaskStatus,
     Traffic,
     Usage,
@@ -60,7 +60,7 @@ STANDBY_WORDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardView(ShardFigures):
+class ShardView(ShardFacts):
     ps: str
     state: str
     """State of the primary's task."""
@@ -79,7 +79,7 @@ class ShardView(ShardFigures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskView(TaskFigures):
+class TaskView(TaskFacts):
     """Its means are None for tasks that don't train."""
 
     name: str
@@ -144,7 +144,7 @@ class StandstillView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterView(JobFigures):
+class ClusterView(JobFacts):
     """Without steps per second while the job stands still."""
 
     mode: str
