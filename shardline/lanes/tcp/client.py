@@ -137,7 +137,8 @@ class TcpLane(ShardCalls):
             for sock in made:
                 sock.close()
             if self._cancelled:
-                raise self._given_up() from error
+                gone = f"{self._peer}: the exchange was abandoned while its bulk sockets were being opened"
+                raise UnreachableError(gone) from error
             # If the ps is gone this raises: then the bulk port is not the reason.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
@@ -147,9 +148,6 @@ class TcpLane(ShardCalls):
         finally:
             with self._lock:
                 self._dialling.clear()
-
-    def _given_up(self) -> UnreachableError:
-        return UnreachableError(f"{self._peer}: the exchange was abandoned while its bulk sockets were being opened")
 
     def _hold(self, sock: socket.socket) -> None:
         """Let cancel() end this socket from now on."""
