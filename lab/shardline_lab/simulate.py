@@ -264,6 +264,8 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
             click.echo(f"No pipeline is compared: {error}")
             both = False
     both = both and isinstance(model, StagedModel) and model.num_stages > 1
+    if flags["source"] is not None and flags["compute"] is not None:
+        raise UsageError("--from and --compute both say how long a pass takes; give one of them")
     stages = stage_costs(job, flags, model) if both or pipeline.of(described).staged else None
     return Setup(
         job=described,
@@ -283,8 +285,6 @@ def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
     from shardline_lab.simulator import runs
     from shardline_lab.simulator.times import Gamma
 
-    if flags["source"] is not None and flags["compute"] is not None:
-        raise UsageError("--from and --compute both say how long a pass takes; give one of them")
     if flags["source"] is not None:
         return runs.read_times(flags["source"], CADENCES.parse(job.cadence).rounds.ticks)
     if flags["compute"] is None:
@@ -300,8 +300,6 @@ def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCo
     from shardline_lab.simulator import runs
     from shardline_lab.simulator.times import Gamma
 
-    if flags["source"] is not None and flags["compute"] is not None:
-        raise UsageError("--from and --compute both say how long a pass takes; give one of them")
     # Also where times are given: the sizes of activations have to be seen.
     costs = runs.measure_stages(job, model)
     means = [times.mean_s for times in costs.times]

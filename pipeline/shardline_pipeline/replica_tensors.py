@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from shardline.core.tensor_bytes import same_bits
+from shardline_pipeline.staged import StagedModel
 
 Values = Mapping[str, torch.Tensor]
-
-
-class Named(Protocol):
-    """A model in stages; see shardline_pipeline.model.Pipeline."""
-
-    @property
-    def num_stages(self) -> int: ...
-
-    def stage_of_tensor(self, name: str) -> int: ...
-
-    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]: ...
-
-    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +32,7 @@ class ReplicaTensors:
     So passes of several replicas may follow each other in any order, and each replica has the bits that it has alone.
     """
 
-    def __init__(self, model: Named) -> None:
+    def __init__(self, model: StagedModel) -> None:
         self.parameters: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(model.num_stages)]
         """By stage and name."""
         self.buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(model.num_stages)]

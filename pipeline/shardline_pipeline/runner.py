@@ -11,7 +11,8 @@ from shardline.data import BatchSource, DataSource
 from shardline.errors import JobError
 from shardline_pipeline.base import Pass, PipelineSchedule
 from shardline_pipeline.replica_tensors import StepPart
-from shardline_pipeline.stage_work import ActivationChannel, At, Layers, StageWork
+from shardline_pipeline.stage_work import ActivationChannel, At, StageWork
+from shardline_pipeline.staged import StagedModel
 
 Unit = tuple[int, int]
 """(replica, stage)."""
@@ -29,7 +30,7 @@ class StageRunner:
 
     def __init__(
         self,
-        model: Layers,
+        model: StagedModel,
         job: DataSource,
         source: BatchSource,
         pipeline: PipelineSchedule,

@@ -20,7 +20,8 @@ from shardline.core.spec import DTYPES
 from shardline.data import Batch, BatchSource, DataSource, checked_loss, derive, seed_everything, to_device
 from shardline.errors import JobError, JobExitError, ProtocolError, calling
 from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
-from shardline_pipeline.replica_tensors import Named, ReplicaTensors, Values
+from shardline_pipeline.replica_tensors import ReplicaTensors, Values
+from shardline_pipeline.staged import StagedModel
 
 Place = tuple[int, int, int]
 """(step, replica, microbatch)."""
@@ -78,17 +79,6 @@ class Batches:
         batch = self._source.batch(*place)
         with calling(f"moving a batch to {self._device}"):
             return to_device(batch, self._device)
-
-
-class Layers(Named, Protocol):
-    """A model in stages; see shardline_pipeline.model.Pipeline."""
-
-    training: bool
-
-    def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
-        """The output of one stage: of the model's inputs for stage 0, of what the stage before returned for others."""
-
-    def end_of(self, stage: int) -> str: ...
 
 
 class ActivationChannel(Protocol):
@@ -198,7 +188,7 @@ class StageWork:
 
     def __init__(
         self,
-        model: Layers,
+        model: StagedModel,
         job: DataSource,
         source: BatchSource,
         channel: ActivationChannel,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -68,25 +68,24 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class Display(Protocol):
+class Display(contextlib.AbstractContextManager["Display"]):
+    def __init__(self, console: PlainConsole) -> None:
+        self._console = console
+
+    @abc.abstractmethod
     def update(self, status: ChiefStatus) -> None:
         """Show the newest status."""
 
     def say(self, sentence: str) -> None:
         """Print a permanent line."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
+        self._console.say(sentence)
 
 
-class LineDisplay:
+class LineDisplay(Display):
     """Plain lines, at most one in LINE_EVERY_S seconds, and one at the end."""
 
     def __init__(self, console: PlainConsole, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        super().__init__(console)
         self._now_s = now_s
         self._next_s = 0.0
         self._pending: str | None = None
@@ -101,23 +100,17 @@ class LineDisplay:
         self._pending = None
         self.say(text)
 
-    def say(self, sentence: str) -> None:
-        self._console.say(sentence)
-
-    def __enter__(self) -> LineDisplay:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._pending is not None:
             self.say(self._pending)
             self._pending = None
 
 
-class BarDisplay:
+class BarDisplay(Display):
     """A progress bar that is redrawn in place; evaluations, which are too long for it, are printed above."""
 
     def __init__(self, console: PlainConsole) -> None:
-        self._console = console
+        super().__init__(console)
         self._scores = ""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -143,14 +136,11 @@ class BarDisplay:
             eta=eta(status),
         )
 
-    def say(self, sentence: str) -> None:
-        self._console.say(sentence)
-
     def __enter__(self) -> BarDisplay:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
 

@@ -71,20 +71,29 @@ class TableStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardStatus:
+class ShardFacts:
+    """Facts about a shard that its server tells and people see."""
+
     shard: int
     step_min: int = 0
     """Lowest step of its buckets; the highest is at most one more in synchronous mode."""
     step_max: int = 0
     version: int = 0
-    initialized: bool = False
-    cuts: tuple[HeldCut, ...] = ()
     pushes: int = 0
-    staleness_sum: int = 0
     staleness_max: int = 0
-    skipped_steps: int = 0
     waiting_for: tuple[int, ...] = ()
     """Replicas missing in the lowest open step."""
+    standby_problem: str = ""
+    """Why its standby is not in step, if known."""
+    tables: tuple[TableStatus, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus(ShardFacts):
+    initialized: bool = False
+    cuts: tuple[HeldCut, ...] = ()
+    staleness_sum: int = 0
+    skipped_steps: int = 0
     bytes: int = 0
     duplicate_mismatches: int = 0
     standby: str = ""
@@ -93,10 +102,8 @@ class ShardStatus:
     standby_record: int = 0
     """The last record that it has acknowledged."""
     standby_silent_s: float = 0.0
-    standby_problem: str = ""
     choices: Choices = field(default_factory=Choices)
     """Of the closed steps that the chief may not have noted yet; only the lead reports them."""
-    tables: tuple[TableStatus, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,26 +186,34 @@ MEASURED_RARELY = ("drift", "gap")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskStatus(StepMeans):
-    task: str
+class TaskFacts(StepMeans):
+    """Facts about a task that the chief tells and people see."""
+
     state: str
-    incarnation: int = 0
+    """alive, suspect, dead, left or missing."""
     address: str = ""
     metrics_address: str = ""
     device: str = ""
     """Device that it computes on, such as "cuda:1"; empty if it did not say."""
+    replicas: tuple[int, ...] = ()
+    push_bytes_per_s: float = 0.0
+    """Bytes per second towards the parameters: sent by a worker, received by a ps."""
+    pull_bytes_per_s: float = 0.0
+    steps_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskStatus(TaskFacts):
+    task: str
+    incarnation: int = 0
     last_heard_s: float = 0.0
     """Seconds since its last heartbeat; NaN = unknown."""
     step: int = 0
     """-1 = unknown."""
-    replicas: tuple[int, ...] = ()
     traffic: Traffic = field(default_factory=Traffic)
     usage: Usage = field(default_factory=Usage)
     links: TaskLinks = field(default_factory=TaskLinks)
-    push_bytes_per_s: float = 0.0
-    pull_bytes_per_s: float = 0.0
     shards: tuple[ShardStatus, ...] = ()
-    steps_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,32 +290,57 @@ class Counting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChiefStatus:
+class JobFacts:
+    """Facts about a job that the chief tells and people see."""
+
     job: str = ""
     phase: str = "waiting"
     """One of PHASES."""
+    reason: str = ""
+    """Why the job ended."""
+    exit_code: int = 0
     step: int = 0
-    steps: int = 0
-    """Steps to train; 0 if a script ends the job by itself."""
+    done: int = 0
+    """How many of its steps are done, in the unit Counting.asked."""
+    counting: Counting = Counting()
     first_step: int = 0
     """First step of this run."""
-    loss: float = float("nan")
+    seconds: float = 0.0
+    """Of training so far."""
     steps_per_s: float = 0.0
+    push_bytes_per_s: float = 0.0
+    """Bytes/s through all parameter servers."""
+    pull_bytes_per_s: float = 0.0
+    replicas: int = 0
+    rule: str = ""
+    """Name of the update rule, such as SGD."""
+    staleness_max: int = 0
+    """Highest staleness of the run, in versions."""
+    faults: tuple[str, ...] = ()
+    """Current faults that do not stop the job (checkpoints, logs, the journal), a sentence each."""
+    stages: tuple[StageStatus, ...] = ()
+    """Of a pipeline whose first step is done."""
+    out_dir: str = ""
+    time: float = 0.0
+    """Unix time of the chief when it answered."""
+    dead_s: float = 0.0
+    """Seconds of silence after which a task is dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChiefStatus(JobFacts):
+    steps: int = 0
+    """Steps to train; 0 if a script ends the job by itself."""
+    loss: float = float("nan")
     bytes_per_s: float = 0.0
     """Wire bytes pushed and pulled by all workers."""
-    seconds: float = 0.0
     tasks: tuple[TaskStatus, ...] = ()
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     checkpoint_step: int = -1
     """-1 = none yet."""
     checkpoint_path: str = ""
-    exit_code: int = 0
-    reason: str = ""
-    out_dir: str = ""
     consistency: str = ""
     """Empty until the job is known."""
-    time: float = 0.0
-    """Unix time of the chief when it answered."""
     missing: tuple[str, ...] = ()
     """Tasks of the cluster spec that have never joined."""
     said: tuple[EventStatus, ...] = ()
@@ -311,32 +351,15 @@ class ChiefStatus:
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     staleness: float = 0.0
     """Mean staleness of the last steps, in versions."""
-    staleness_max: int = 0
-    """Highest staleness of the run."""
-    push_bytes_per_s: float = 0.0
-    """Bytes/s through all parameter servers."""
-    pull_bytes_per_s: float = 0.0
-    replicas: int = 0
-    rule: str = ""
-    """Name of the update rule."""
     codec_up: str = ""
     """Codec of gradients; empty until the job is known."""
     codec_down: str = ""
     """Codec of parameters."""
     codec_parcels: str = ""
     """Codec of activations and their gradients; empty without a pipeline."""
-    counting: Counting = Counting()
-    done: int = 0
-    """How many of `steps` are done, in the unit Counting.asked."""
-    dead_s: float = 0.0
-    """Seconds of silence after which a task is dead."""
     page: str = ""
     """Address of the chief's own page; empty if it serves none."""
     shard_bytes: tuple[int, ...] = ()
     """Bytes of the values in each shard, by its number."""
-    faults: tuple[str, ...] = ()
-    """Current faults that do not stop the job (checkpoints, logs, the journal), a sentence each."""
-    stages: tuple[StageStatus, ...] = ()
-    """Of a pipeline whose first step is done."""
     standstill: Standstill | None = None
     """None while the job moves, and before it trains."""

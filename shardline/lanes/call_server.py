@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 
 from shardline.errors import ProtocolError
 from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind, failure, frame
-from shardline.lanes.socket_thread import NOT_READY
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import NOT_READY, TlsSocket
 from shardline.rpc.errors import drop_frames, status_of
 from shardline.rpc.messages.data import parse
 from shardline.rpc.v1 import data_pb2

@@ -25,8 +25,7 @@ from shardline.lanes.call_frames import (
     frame,
     read_failure,
 )
-from shardline.lanes.socket_thread import NOT_READY, shut
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import NOT_READY, TlsSocket, shut
 from shardline.rpc.messages.data import parse
 from shardline.rpc.v1 import data_pb2
 

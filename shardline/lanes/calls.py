@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -13,7 +12,7 @@ import grpc
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes.base import LaneUnavailable, SharedMemory
+from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.call_frames import CallError
 from shardline.lanes.call_socket import CallSocket, Item
 from shardline.rpc.channel import Peer, end_call
@@ -30,25 +29,11 @@ from shardline.rpc.messages.data import (
     state_frames,
     state_request,
 )
-from shardline.rpc.messages.fields import from_message
-from shardline.rpc.v1 import data_pb2
-from shardline.waist import Ack, Arrival, End, Exchanged, Memory, Push, Sender, Sink, Standing, Want
+from shardline.rpc.v1 import data_pb2, parameter_server_pb2
+from shardline.waist import Ack, Arrival, End, Exchanged, Push, Sender, Sink, Standing, Want
 
 LAST_WORD_S = 1.0
 """Seconds to wait for the shard's own answer after bytes on another connection broke off."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """The reply of OpenLane; see parameter_server.proto."""
-
-    attachment: int
-    port: int
-    up_token: bytes = field(repr=False)
-    down_token: bytes = field(repr=False)
-    call_token: bytes = field(repr=False)
-    socket: str
-    token: bytes = field(repr=False)
 
 
 class NotAdmittedError(Exception):
@@ -65,11 +50,10 @@ class NotAdmittedError(Exception):
         return Exchanged(acks=(), end=End(outcome=self.outcome, reason=str(self)))
 
 
-class ShardCalls:
+class ShardCalls(Lane):
     """The calls of one lane to one shard. Used by one thread at a time; any thread may call cancel()."""
 
     name = ""
-    by_reference = False
 
     def __init__(self, peer: Peer, shard: int, elements: Sequence[int]) -> None:
         self._peer = peer
@@ -121,13 +105,6 @@ class ShardCalls:
         frames = state_frames(sender, self._shard, images)
         return outcome_from_proto(self._ask(self._stub.PutState, frames, "PutState", timeout_s).outcome)
 
-    @property
-    def published(self) -> SharedMemory | None:
-        return None
-
-    def allocate(self, bucket: int, nbytes: int) -> Memory | None:
-        return None
-
     def cancel(self) -> None:
         with self._lock:
             self._cancelled = True
@@ -170,14 +147,14 @@ class ShardCalls:
         finally:
             self._ended()
 
-    def open_attachment(self, sender: Sender, *, timeout_s: float) -> Opened:
+    def open_attachment(self, sender: Sender, *, timeout_s: float) -> parameter_server_pb2.OpenLaneReply:
         """Ask the shard for an attachment of this lane.
 
         Raises LaneUnavailable if it offers none, NotAdmittedError if it currently accepts nothing from this sender.
         """
         request = open_lane_request(sender, self._shard, self.name)
         try:
-            reply = self._ask(self._stub.OpenLane, request, "OpenLane", timeout_s)
+            reply: parameter_server_pb2.OpenLaneReply = self._ask(self._stub.OpenLane, request, "OpenLane", timeout_s)
         except ProtocolError as error:
             cause = error.__cause__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -188,7 +165,7 @@ class ShardCalls:
             raise LaneUnavailable(f"{self._peer}: {reply.reason}")
         if outcome is not Outcome.SERVED:
             raise NotAdmittedError(outcome, reply.reason)
-        return from_message(Opened, reply)
+        return reply
 
     def converse(
         self,

@@ -20,10 +20,9 @@ from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_frames import HEADER, Kind, failure, frame
 from shardline.lanes.parcels import Inbox
-from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import be_patient
 from shardline.lanes.tcp.server import Listening
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import TlsSocket, shut
 from shardline.lanes.token_acceptor import TokenAcceptor
 from shardline.rpc.errors import status_of
 from shardline.rpc.limits import MAX_NAME, MB

@@ -21,8 +21,7 @@ from shardline.host.segments import SegmentError
 from shardline.lanes import candidates
 from shardline.lanes.call_frames import MAX_REPLY_BYTES, CallFrameReader, Kind, frame, read_failure
 from shardline.lanes.negotiated import BREAKS, Fallback
-from shardline.lanes.socket_thread import NOT_READY, shut
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import NOT_READY, TlsSocket, shut
 from shardline.rpc.channel import Peer
 from shardline.rpc.errors import unary
 from shardline.rpc.messages.data import lane_name, lane_number

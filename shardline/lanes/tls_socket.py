@@ -17,6 +17,8 @@ from shardline.native.tls import NativeTls
 
 HANDSHAKE_BYTES = 16 << 10
 """Received at a time until keys are agreed on: a full record."""
+NOT_READY = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""What a non-blocking socket, with TLS or without, raises that can't go on yet."""
 
 
 class TlsSocket(socket.socket):
@@ -123,3 +125,9 @@ class TlsSocket(socket.socket):
         """Tell the other side what was wrong, if it can be told."""
         with contextlib.suppress(OSError):
             self._flush()
+
+
+def shut(sock: socket.socket) -> None:
+    """End a socket that another thread may be using: its calls return at once. May be called twice."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

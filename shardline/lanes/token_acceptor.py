@@ -10,24 +10,28 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import secrets
+import selectors
 import socket
 import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from shardline.errors import ProtocolError
 from shardline.host.awake import awake_s
 from shardline.host.process import kept_from_children
-from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 
 log = logging.getLogger("shardline.lanes")
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 MAX_GUESTS = 64
 """Limit of connections that have not shown a token yet; the kernel queues more of them."""
 GUEST_S = 5.0
 """Seconds that each of them may take."""
+PAUSE_S = 1.0
+"""Seconds until the next attempt after the system failed to accept a connection."""
 TOKEN_BYTES = 32
 _KEY_BYTES = 8
 
@@ -125,30 +129,22 @@ class Guest(Generic[T]):
 
     limit_s = GUEST_S
 
-    def __init__(self, acceptor: TokenAcceptor[T], handshake: Handshake[T]) -> None:
-        self.moved_s = awake_s()
+    def __init__(self, handshake: Handshake[T]) -> None:
         self.handshake = handshake
-        self._acceptor = acceptor
-
-    def stalled(self) -> None:
-        """Turn the guest away: it took too long. Its time does not start again with each byte."""
-        self._acceptor.turn_away(self, f"no token within {self.limit_s:.0f} s")
-
-    def step(self) -> None:
-        self._acceptor.hear(self)
+        self.until_s = awake_s() + self.limit_s
+        """Its time does not start again with each byte."""
+        self.awaits = 0
+        """The events that its socket is watched for."""
 
 
 class TokenAcceptor(Generic[T]):
     """A listening socket, its tokens, and the guests that have not shown theirs yet.
 
     listener: non-blocking; closed with the acceptor, whose thread runs everything except grant(), revoke() and close(),
-    which any thread may call. handshake(socket, address): for each new connection. label: kind of connection, for
-    on_refused(label, error), which is called on the thread for every guest that was turned away. valid_s: seconds for
-    which a token is valid.
+    which any thread may call. Nothing wakes the thread while nobody waits. handshake(socket, address): for each new
+    connection. label: kind of connection, for on_refused(label, error), which is called on the thread for every guest
+    that was turned away. valid_s: seconds for which a token is valid.
     """
-
-    limit_s = 1.0
-    """Seconds to pause after the system failed to accept a connection."""
 
     def __init__(
         self,
@@ -159,7 +155,6 @@ class TokenAcceptor(Generic[T]):
         valid_s: float,
         on_refused: Callable[[str, Exception], None],
     ) -> None:
-        self.moved_s = 0.0
         self.refused = 0
         """Number of guests that were turned away."""
         self.tokens: Tokens[T] = Tokens(valid_s)
@@ -168,9 +163,15 @@ class TokenAcceptor(Generic[T]):
         self._label = label
         self._on_refused = on_refused
         self._guests: set[Guest[T]] = set()
-        self._closed = False
-        self._thread = SocketThread(f"{label}-accept")
-        self._thread.post(self._look)
+        self._listening = self._closed = False
+        self._again_s = math.inf
+        """When to listen again after the system failed to accept a connection."""
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._heard = socket.socketpair()
+        """Rung to end the thread."""
+        self._selector.register(self._heard, READ)
+        self._thread = threading.Thread(target=self._run, name=f"{label}-accept", daemon=True)
+        self._thread.start()
 
     @property
     def guests(self) -> int:
@@ -188,26 +189,53 @@ class TokenAcceptor(Generic[T]):
 
     def close(self) -> None:
         """Accept no more, turn away all guests, and end the thread. May be called twice."""
-        self._thread.post(self._close)
-        self._thread.close()
+        # A closed one: the thread has ended.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+        self._thread.join(5.0)
+        if self._thread.is_alive():
+            log.error("the thread %s did not end; its sockets remain open", self._thread.name)
 
     # On the thread
 
-    def _close(self) -> None:
-        self._closed = True
-        self._thread.unguard(self)
-        self._thread.unwatch(self._listener)
-        self._listener.close()
-        for guest in list(self._guests):
-            self.turn_away(guest, "this server is ending")
+    def _run(self) -> None:
+        try:
+            self._look()
+            while not self._closed:
+                next_s = min([self._again_s, *(guest.until_s for guest in self._guests)])
+                for key, _ in self._selector.select(max(0.0, next_s - awake_s()) if next_s < math.inf else None):
+                    if key.fileobj is self._heard:
+                        self._closed = True
+                    elif key.fileobj is self._listener:
+                        self._safely(self._accept)
+                    else:
+                        self._safely(self._hear, key.data)
+                now_s = awake_s()
+                for guest in [guest for guest in self._guests if guest.until_s <= now_s]:
+                    self._safely(self._turn_away, guest, f"no token within {guest.limit_s:.0f} s")
+                if self._again_s <= now_s:
+                    self._look()
+        finally:
+            self._closed = True
+            self._listener.close()
+            for guest in list(self._guests):
+                self._safely(self._turn_away, guest, "this server is ending")
+            for one in (self._selector, self._bell, self._heard):
+                one.close()
 
-    def stalled(self) -> None:
-        self._thread.unguard(self)
-        self._look()
+    def _safely(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except Exception:
+            # An error of one connection must not end the thread that all others depend on.
+            log.exception("unexpected error in the thread that accepts %s connections", self._label)
 
     def _look(self) -> None:
-        if not self._closed:
-            self._thread.watch(self._listener, READ, self._accept)
+        """Watch the listener: there is room for a guest."""
+        self._again_s = math.inf
+        if not (self._listening or self._closed):
+            self._listening = True
+            self._selector.register(self._listener, READ)
 
     def _accept(self) -> None:
         while len(self._guests) < MAX_GUESTS:
@@ -220,39 +248,43 @@ class TokenAcceptor(Generic[T]):
                 continue
             except OSError as error:
                 # Most likely there are no descriptors left, and the next try would fail at once too.
-                log.warning("can't accept a %s connection: %s; retrying in %.0f s", self._label, error, self.limit_s)
-                self.moved_s = awake_s()
-                self._thread.guard(self)
+                log.warning("can't accept a %s connection: %s; retrying in %.0f s", self._label, error, PAUSE_S)
+                self._again_s = awake_s() + PAUSE_S
                 break
             sock.setblocking(False)
             place = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
-            guest = Guest(self, self._handshake(sock, place))
+            guest = Guest(self._handshake(sock, place))
             self._guests.add(guest)
-            self._thread.guard(guest)
-            guest.step()
-        self._thread.unwatch(self._listener)
+            self._hear(guest)
+        self._selector.unregister(self._listener)
+        self._listening = False
 
-    def hear(self, guest: Guest[T]) -> None:
+    def _hear(self, guest: Guest[T]) -> None:
         """Admit a guest, turn it away, or wait for the rest of its handshake."""
         handshake = guest.handshake
         try:
             token = handshake.hear()
         except ssl.SSLWantWriteError:
-            self._thread.watch(handshake.sock, WRITE, guest.step)
+            self._watch(guest, WRITE)
         except (BlockingIOError, ssl.SSLWantReadError):
-            self._thread.watch(handshake.sock, READ, guest.step)
+            self._watch(guest, READ)
         except LeftQuietly:
             self._goes(guest)
             handshake.close()
         except (OSError, ProtocolError) as error:
-            self.turn_away(guest, str(error))
+            self._turn_away(guest, str(error))
         else:
             self._shows(guest, token)
+
+    def _watch(self, guest: Guest[T], events: int) -> None:
+        if guest.awaits != events:
+            (self._selector.modify if guest.awaits else self._selector.register)(guest.handshake.sock, events, guest)
+            guest.awaits = events
 
     def _shows(self, guest: Guest[T], token: bytes) -> None:
         bearer = self.tokens.redeem(token, now_s=awake_s())
         if bearer is None:
-            self.turn_away(guest, "its token is wrong, was already used, or came too late")
+            self._turn_away(guest, "its token is wrong, was already used, or came too late")
             return
         # From here on the socket may belong to somebody else.
         self._goes(guest)
@@ -264,11 +296,12 @@ class TokenAcceptor(Generic[T]):
     def _goes(self, guest: Guest[T]) -> None:
         """Remove a guest; there is room for another."""
         self._guests.discard(guest)
-        self._thread.unguard(guest)
-        self._thread.unwatch(guest.handshake.sock)
+        if guest.awaits:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(guest.handshake.sock)
         self._look()
 
-    def turn_away(self, guest: Guest[T], reason: str) -> None:
+    def _turn_away(self, guest: Guest[T], reason: str) -> None:
         self._goes(guest)
         self._refuse(guest, reason)
 

@@ -20,11 +20,10 @@ from shardline.core.status import (
     STEP_MEANS,
     CheckpointStatus,
     ChiefStatus,
-    Counting,
     EventStatus,
-    StageStatus,
-    StepMeans,
-    TableStatus,
+    JobFacts,
+    ShardFacts,
+    TaskFacts,
     TaskStatus,
     Traffic,
     Usage,
@@ -61,8 +60,7 @@ STANDBY_WORDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardView:
-    shard: int
+class ShardView(ShardFacts):
     ps: str
     state: str
     """State of the primary's task."""
@@ -72,49 +70,28 @@ class ShardView:
     """Bytes of memory on the primary: values, optimizer state, partial sums and cuts."""
     share: float
     """Its bytes relative to the largest shard's, 0 to 1."""
-    version: int
-    step_min: int
-    step_max: int
-    pushes: int
     staleness: float | None
     """Mean over all its pushes, in versions."""
-    staleness_max: int
-    waiting_for: tuple[int, ...]
-    """Replicas missing in its lowest open step."""
     standby: str
     """The ps with its standby, or that is to get it; empty if there is to be none."""
     standby_state: str
     """One of STANDBY_WORDS."""
-    standby_problem: str
-    """Why it is not in step, if known."""
-    tables: tuple[TableStatus, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskView(StepMeans):
+class TaskView(TaskFacts):
     """Its means are None for tasks that don't train."""
 
     name: str
     role: str
     index: int
-    state: str
-    """alive, suspect, dead, left or missing."""
     incarnation: str
     """For people: "2.5" is the fifth life since the second start of the chief; empty if the task never joined."""
-    address: str
-    metrics_address: str
-    device: str
-    """Device that it computes on, such as "cuda:1"; empty if unknown."""
     heard_s: float | None
     """Seconds since its last heartbeat."""
     step: int | None
     """For a ps: the lowest step that its shards have reached; if pushes are applied one by one, their version."""
-    replicas: tuple[int, ...]
     shards: tuple[int, ...]
-    push_bytes_per_s: float
-    """Bytes per second towards the parameters: sent by a worker, received by a ps."""
-    pull_bytes_per_s: float
-    steps_per_s: float
     cores: float | None
     """Cores that it computes on, such as 1.5."""
     resident_bytes: int | None
@@ -167,48 +144,24 @@ class StandstillView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterView:
-    time: float
-    """Unix time of the chief in seconds."""
-    job: str
+class ClusterView(JobFacts):
+    """Without steps per second while the job stands still."""
+
     mode: str
     """sync or async; empty until the job is known."""
-    rule: str
-    """Update rule, such as SGD."""
     codecs: tuple[CodecView, ...]
     """Of the directions that are encoded."""
-    replicas: int
-    phase: str
-    """One of shardline.rpc.messages.status.PHASES."""
     doing: str
     """The phase in words, with the awaited tasks: "waiting for ps/1"."""
-    reason: str
-    """Why the job ended."""
-    exit_code: int
-    step: int
     steps: int | None
     """Steps to train; None if a script decides when to end."""
-    done: int
-    """How many of them are done."""
-    counting: Counting
-    """Unit of these numbers."""
-    first_step: int
-    """Step at which this run started."""
     progress: float | None
     """Share of the steps done, 0 to 1."""
-    seconds: float
-    """Seconds of training so far."""
     left_s: float | None
-    """Seconds to the last step at the present speed; None if unknown."""
-    steps_per_s: float
-    push_bytes_per_s: float
-    pull_bytes_per_s: float
-    """Sum over all parameter servers."""
+    """Seconds to the last step at the present speed; None if unknown, and while the job stands still."""
     loss: float | None
     staleness: float | None
     """Mean of the recent steps, in versions."""
-    staleness_max: int
-    """Highest of the run, in versions."""
     evaluation: ScoreView | None
     """The newest score."""
     best: ScoreView | None
@@ -219,17 +172,10 @@ class ClusterView:
     """Newest first."""
     events: tuple[EventStatus, ...]
     """Newest last."""
-    faults: tuple[str, ...]
-    """Current faults that do not stop the job, one sentence each."""
-    stages: tuple[StageStatus, ...]
-    """Of a pipeline whose first step is done."""
     topology: TopologyView | None
     """None before the first exchange, and after the end."""
     standstill: StandstillView | None
-    """None while the job moves; otherwise there are no steps per second and no time left."""
-    out_dir: str
-    dead_s: float
-    """Seconds of silence after which a task is dead."""
+    """None while the job moves."""
     written: float | None
     """Unix time at which a run's files last changed, where the view is made of them; None if a chief tells."""
 

@@ -202,8 +202,9 @@ def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pyt
     def with_wrong_tokens(lane: Any, *arguments: Any, **settings: Any) -> Any:
         opened = given(lane, *arguments, **settings)
         # Correct in its first bytes, which are used to look it up.
-        wrong = {key: getattr(opened, key)[:16] + bytes(16) for key in ("up_token", "down_token", "token")}
-        return dataclasses.replace(opened, **wrong)
+        for key in ("up_token", "down_token", "token"):
+            setattr(opened, key, getattr(opened, key)[:16] + bytes(16))
+        return opened
 
     with monkeypatch.context() as patch:
         patch.setattr(type(bench.lane), "open_attachment", with_wrong_tokens)

@@ -22,10 +22,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import token_acceptor
 from shardline.lanes.attachments import Holder, Opening
-from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp import frames as bulk, server as bulk_server
 from shardline.lanes.tcp.server import TcpAttachment, TcpOffer
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import TlsSocket, shut
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.native.engine import available
 from shardline.server.buffers import Buffers

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from shardline.lanes.socket_thread import shut
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import TlsSocket, shut
 from shardline.native import library
 from shardline.native.tls import NativeTls, available
 from shardline.security import Security

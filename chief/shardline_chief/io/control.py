@@ -265,13 +265,13 @@ class Control:
             self._check(beat.sender)
         except ForbiddenError as error:
             # Not forwarded: neither the life nor the stream of the named task is affected.
-            channel.refuse(error)
+            channel.send(error)
             return
         key = (beat.task, beat.incarnation)
         try:
             alive = self.program.beat(beat, now_s)
         except ProtocolError as error:
-            channel.refuse(error)
+            channel.send(error)
             return
         # Anyone can send any name: only admitted tasks may become labels, or the metrics would grow without bound.
         peer = beat.task if self.program.state.tasks.members.get(beat.task) is not None else "unknown"

@@ -28,19 +28,8 @@ class StreamChannel:
         self._loop = loop
         self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
 
-    def send(self, orders: Orders) -> None:
-        """Queue orders for the stream."""
-        self._put(orders)
-
-    def close(self) -> None:
-        """End the stream after what is queued."""
-        self._put(None)
-
-    def refuse(self, error: ShardlineError) -> None:
-        """End the stream with an error after what is queued."""
-        self._put(error)
-
-    def _put(self, item: Orders | ShardlineError | None) -> None:
+    def send(self, item: Orders | ShardlineError | None) -> None:
+        """Queue orders for the stream; None or an error ends it after what is queued."""
         try:
             self._loop.call_soon_threadsafe(self._add, item)
         except RuntimeError:
@@ -72,7 +61,7 @@ class Streams:
             return True
         if not alive:
             channel.send(dataclasses.replace(self._program.orders(*key), version=LAST))
-            channel.close()
+            channel.send(None)
             return False
         self._channels[key] = channel
         return True
@@ -105,7 +94,7 @@ class Streams:
                 channel.send(last)
             if not current:
                 # It has its last orders (fenced or ended); the stream ends after them.
-                channel.close()
+                channel.send(None)
                 del self._channels[key]
         self._heard.clear()
 
@@ -118,5 +107,5 @@ class Streams:
 
     def close(self) -> None:
         for channel in self._channels.values():
-            channel.close()
+            channel.send(None)
         self._channels.clear()

@@ -126,10 +126,7 @@ class MessageStream:
     def send(self, nbytes: float, act: Callable[..., None], *arguments: Any) -> None:
         """Send a message; act(*arguments) is called when it has arrived."""
         if not self._links:
-            if self.latency_s:
-                self._clock.after(self.latency_s, act, *arguments)
-            else:
-                act(*arguments)
+            self._clock.after(self.latency_s, act, *arguments)
             return
         self._queue.append((nbytes, act, arguments))
         if len(self._queue) == 1:

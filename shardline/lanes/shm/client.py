@@ -20,9 +20,10 @@ from shardline.host.process import kept_from_children
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
-from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
+from shardline.lanes.calls import NotAdmittedError, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
+from shardline.rpc.v1 import parameter_server_pb2
 from shardline.waist import Arrival, Exchanged, Memory, Payload, Push, Sender, Sink, Want
 
 KNOCK_S = 5.0
@@ -287,7 +288,9 @@ class ShmLane(ShardCalls):
             ) from error
         return self.mapped
 
-    def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
+    def _share(
+        self, opened: parameter_server_pb2.OpenLaneReply, sender: Sender, pushes: int, deadline_s: float
+    ) -> Mapped:
         gradients = self._allocate(pushes * self._length)
         with contextlib.ExitStack() as unless_kept:
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -19,8 +19,8 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
-from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp import frames as bulk
+from shardline.lanes.tls_socket import shut
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import (
     Attached,
@@ -137,7 +137,8 @@ class TcpLane(ShardCalls):
             for sock in made:
                 sock.close()
             if self._cancelled:
-                raise self._given_up() from error
+                gone = f"{self._peer}: the exchange was abandoned while its bulk sockets were being opened"
+                raise UnreachableError(gone) from error
             # If the ps is gone this raises: then the bulk port is not the reason.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
@@ -147,9 +148,6 @@ class TcpLane(ShardCalls):
         finally:
             with self._lock:
                 self._dialling.clear()
-
-    def _given_up(self) -> UnreachableError:
-        return UnreachableError(f"{self._peer}: the exchange was abandoned while its bulk sockets were being opened")
 
     def _hold(self, sock: socket.socket) -> None:
         """Let cancel() end this socket from now on."""

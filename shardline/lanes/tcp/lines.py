@@ -9,9 +9,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import WHOLE
-from shardline.lanes.tls_socket import TlsSocket
+from shardline.lanes.tls_socket import TlsSocket, shut
 from shardline.native import engine
 from shardline.native.engine import Engine
 from shardline.storage.bucket import Intact

@@ -41,7 +41,11 @@ class Barriers:
         return {task: at[place] for task, place in self._at.items()}
 
     def _state_at(self, place: BarrierPlace) -> BarrierState:
-        missing = () if self._met_before(place) else self._missing(place)
+        # A step needs all workers, so all passed what comes before the first step, in an earlier life of this worker,
+        # when the first step of the run was closed. (Asynchronous workers always report that they have begun.)
+        met_before = not place.begun and place.step > self.state.progress.first_step
+        workers = () if met_before else tuple(f"worker/{index}" for index in range(self.state.settings.workers))
+        missing = tuple(task for task in workers if task not in self._reached or self._reached[task] < place)
         ended = tuple(task for task in missing if task in self.state.tasks.finished)
         return BarrierState(
             place=replace(place, value=self._values.get(place, "")),
@@ -49,15 +53,3 @@ class Barriers:
             hopeless=bool(ended),
             waits_for=ended if ended else missing,
         )
-
-    def _missing(self, place: BarrierPlace) -> tuple[str, ...]:
-        workers = [f"worker/{index}" for index in range(self.state.settings.workers)]
-        return tuple(task for task in workers if task not in self._reached or self._reached[task] < place)
-
-    def _met_before(self, place: BarrierPlace) -> bool:
-        """Whether all workers passed this barrier in an earlier life of this worker: one before the first step.
-
-        A step needs all workers, so all were past this barrier when the first step of the run was closed. (Asynchronous
-        workers always report that they have begun.)
-        """
-        return not place.begun and place.step > self.state.progress.first_step
