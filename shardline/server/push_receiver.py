@@ -18,6 +18,7 @@ from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
+from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
@@ -309,7 +310,8 @@ class PushReceiver:
     @staticmethod
     def _weigh(push: IncomingPush, slot: Slot, wire_bytes: int) -> None:
         push.wire_bytes += wire_bytes
-        push.raw_bytes += slot.spec.nbytes
+        # How many rows a table's bucket has is known to those who decode it.
+        push.raw_bytes += slot.size if slot.spec.kind is TensorKind.TABLE else slot.spec.nbytes
 
     # Referred buckets
 
