@@ -288,10 +288,6 @@ class Codec(Resident, ABC):
         """Whether it can't encode pieces of a tensor of this shape, so that the plan must not cut it."""
         return False
 
-    def of_rows(self, dim: int) -> Codec | None:
-        """The codec by which a table's rows, of dim elements, are each encoded as if alone; None = it can't do that."""
-        return None if self.fidelity is Fidelity.LOSSY else self
-
     @abstractmethod
     def sizes(self, layout: Layout) -> tuple[int, int]:
         """Least and most bytes of the bucket's payloads: equal if all have one size, never more than the bucket's own.

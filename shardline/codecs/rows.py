@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
+from shardline.codecs.base import Codec, Fidelity, Layout, Memory, Part, Turn
 from shardline.codecs.parts import Lossy
+from shardline.codecs.quantizing.base import Blocked
 from shardline.codecs.raw import Raw
 from shardline.core.plan import BucketSpec, Slice, padded
 from shardline.core.rows import ID_ELEMENTS, ids_of, pack, rows_of
@@ -27,8 +28,10 @@ def codec_of_rows(own: Codec, dim: int) -> Codec:
 
     It encodes each row as if alone: which others are sent with it depends on the servers, and no number may.
     """
-    found = None if own.memory is not Memory.NONE or own.at_server.rule or own.at_server.votes else own.of_rows(dim)
-    return found or PLAIN
+    if isinstance(own, Blocked):
+        return own.of_rows(dim) or PLAIN
+    rounds_each = own.fidelity is not Fidelity.LOSSY and own.memory is Memory.NONE
+    return own if rounds_each and not (own.at_server.rule or own.at_server.votes) else PLAIN
 
 
 class PackedRows:

@@ -133,7 +133,7 @@ class Blocked(Quantizer):
         return num_blocks(part.elements, self.block)
 
     def of_rows(self, dim: int) -> Codec | None:
-        """With blocks that begin with rows."""
+        """The codec with blocks that begin with rows of dim elements; None if it can't have such blocks."""
         # What is rounded at random depends on the place among all rows.
         if self.is_unbiased or not LEAST_BLOCK <= dim <= MOST_BLOCK:
             return None
