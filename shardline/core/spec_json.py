@@ -25,7 +25,7 @@ for _spec in (TensorSpec, RuleSpec, ScheduleSpec, ConsistencySpec, InnerSpec, Jo
     # Strict: True is no number, and "7" none either.
     _spec.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[union-attr]
 _JOB = TypeAdapter(JobSpec)
-_OF_TABLES = ("rule", "init", "admit", "evict", "max_rows")
+_OF_TABLES = ("rule", "init", "admit", "evict", "max_rows", "memory_rows")
 """Fields of a TensorSpec that are not written where they are empty."""
 
 
