@@ -8,7 +8,6 @@ import hashlib
 import logging
 import re
 import resource
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -354,16 +353,12 @@ def test_a_row_of_the_step_before_may_be_missing_only_where_rows_are_evicted() -
                 bucket.restore(image, None, previous=before)
 
 
-def test_what_rows_on_disk_need_is_said_before_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rows_on_disk_need_is_said_before_there_are_any(tmp_path: Path) -> None:
     tensors = [table(), table(memory_rows=PARTS)]
     cold.check(tensors, tmp_path)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(UsageError, match=rf"in {tmp_path}/none, .*: No such file or directory\. Make room there"):
         cold.check(tensors, tmp_path / "none")
-    monkeypatch.setitem(sys.modules, "lmdb", None)
-    with pytest.raises(UsageError, match=r"table 'users' has memory_rows.*pip install 'shardline\[cold\]'"):
-        cold.check(tensors, tmp_path)
-    cold.check(tensors[:1], tmp_path)
     # All are in memory where nobody asks for a disk.
     assert type(buckets_of(make_plan([table()], 1))[0].store) is RowStore
 
