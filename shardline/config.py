@@ -75,6 +75,8 @@ class RoleConfig:
     """Services that show the run's curves beside TensorBoard, for the chief: names in the entry points TRACKERS."""
     run_dir: Path | None = None
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
+    cold_dir: Path | None = None
+    """Folder of a server for rows of tables beyond their memory_rows; None = `out`, or the system's for such files."""
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
     with_ps: bool = False

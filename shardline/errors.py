@@ -12,6 +12,7 @@ ShardlineError                    exit  gRPC status
   TaskLostError                      4  UNAVAILABLE          a task died and nobody can take its place
   NonFiniteError                     5  FAILED_PRECONDITION  NaN or infinity in a loss or gradient
   CheckpointError                    6  DATA_LOSS            missing, truncated, corrupt or foreign checkpoint
+    DiskError                        6  UNAVAILABLE          a server's disk has no room for a table's rows
   FencedError                        7  FAILED_PRECONDITION  this incarnation was replaced by a newer one
   ProtocolError                      8  INVALID_ARGUMENT     a message that breaks the contract
   RolledBackError                    9  ABORTED              the job went back to a checkpoint under a script
@@ -115,6 +116,12 @@ class CheckpointError(ShardlineError):
 
     exit_code = 6
     grpc_status = "DATA_LOSS"
+
+
+class DiskError(CheckpointError):
+    """Rows of a table can't be kept on a server's disk: it is full, or fails. The server tells the chief."""
+
+    grpc_status = "UNAVAILABLE"
 
 
 class FencedError(ShardlineError):

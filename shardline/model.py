@@ -93,6 +93,7 @@ def table_spec(table: EmbeddingTable) -> TensorSpec:
         admit="" if table.admit == Always.name else table.admit,
         evict="" if table.evict == Never.name else table.evict,
         max_rows=table.max_rows or 0,
+        memory_rows=table.memory_rows or 0,
     )
 
 

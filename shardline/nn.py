@@ -81,6 +81,7 @@ class EmbeddingTable(nn.Module):
     num_ids: ids are below it and not negative, which is checked; None = any. admit: which ids get a row; the others'
     gradients are dropped, and they stay as `init` says. evict: which rows are removed. max_rows: rows at most, of which
     each of the table's 1,024 parts has an equal share; where it is full, new ids get none. None = any number.
+    memory_rows: rows that are in the servers' memory, about; others are on their disks. None = all.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class EmbeddingTable(nn.Module):
         admit: str | Admission = "always",
         evict: str | Eviction = "never",
         max_rows: int | None = None,
+        memory_rows: int | None = None,
     ) -> None:
-        """Raises JobError for an unknown rule, init, admission or eviction, a dim below 1, or max_rows below 1,024."""
+        """Raises JobError for an unknown rule, init, admission or eviction, a dim below 1, or rows below 1,024."""
         super().__init__()
         if not name or dim < 1:
             raise JobError(f"table {name!r} has dim {dim}; a table has a name, and a dim of at least 1")
@@ -104,12 +106,13 @@ class EmbeddingTable(nn.Module):
         self.init = str(ROW_INITS.parse(init, f"table {name!r}: init"))
         self.admit = str(ROW_ADMISSIONS.parse(admit, f"table {name!r}: admit"))
         self.evict = str(ROW_EVICTIONS.parse(evict, f"table {name!r}: evict"))
-        if max_rows is not None and (type(max_rows) is not int or not PARTS <= max_rows <= MOST_ROWS):
-            raise JobError(
-                f"table {name!r} has max_rows={max_rows!r}; its {PARTS} parts share them: give a whole number from "
-                f"{PARTS} to {MOST_ROWS}, or None for any number"
-            )
-        self.max_rows = max_rows
+        for what, rows in (("max_rows", max_rows), ("memory_rows", memory_rows)):
+            if rows is not None and (type(rows) is not int or not PARTS <= rows <= MOST_ROWS):
+                raise JobError(
+                    f"table {name!r} has {what}={rows!r}; its {PARTS} parts share them: give a whole number from "
+                    f"{PARTS} to {MOST_ROWS}, or None for any number"
+                )
+        self.max_rows, self.memory_rows = max_rows, memory_rows
         self.source: RowSource = InitialRows()
         self.placeholder = torch.empty(PARTS, dim, device="meta")
         """Stands for the rows among the model's tensors."""
@@ -117,7 +120,7 @@ class EmbeddingTable(nn.Module):
         """Ids and rows of the passes since the last take()."""
 
     def extra_repr(self) -> str:
-        bounds = f"admit={self.admit!r}, evict={self.evict!r}, max_rows={self.max_rows}"
+        bounds = f"admit={self.admit!r}, evict={self.evict!r}, max_rows={self.max_rows}, memory_rows={self.memory_rows}"
         return f"{self.name!r}, dim={self.dim}, rule={self.rule!r}, init={self.init!r}, {bounds}"
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,8 @@ class PsProcess:
             pool_threads=max(2, os.cpu_count() or 1),
             memory_limit_bytes=memory_limit(device, config.gpu_memory_fraction),
         )
+        if folder := config.cold_dir or config.out:
+            self.store.cold_dir = folder
         if device.type == "cpu":
             self.store.free_memory = free_memory
         # The answer must arrive before the sender's own deadline, which is rpc_s plus time for the bytes.

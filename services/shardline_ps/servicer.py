@@ -89,12 +89,7 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
         bytes=shard.held_bytes,
         choices=choices_to_proto(made) if made is not None else None,
         tables=[
-            parameter_server_pb2.TableStatus(
-                table=bucket.table,
-                rows=len(bucket.store),
-                evicted=bucket.population.evicted,
-                **bucket.population.refused,
-            )
+            parameter_server_pb2.TableStatus(**bucket.counts())
             for bucket in shard.buckets
             if isinstance(bucket, TableBucket)
         ],

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -27,6 +29,7 @@ from shardline.server.buffers import Buffers
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Ledger, Staging
+from shardline.storage import cold
 from shardline.storage.publication import PlainPublication, Publication
 from shardline.storage.shard import Observers
 from shardline.update import check_tensors
@@ -105,6 +108,9 @@ class ParameterStore:
     memory_limit_bytes: most bytes that Configure may allocate; None = no limit.
     staging_bytes: limit for receive slots and partial sums; None = derived from the plan, see shardline.server.staging.
     """
+
+    cold_dir = Path(tempfile.gettempdir())
+    """Folder for rows of tables beyond their memory_rows."""
 
     def __init__(
         self,
@@ -230,6 +236,7 @@ class ParameterStore:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
         JobCoding(codecs.of(configuration), plan)
         check_tensors(configuration.rule, plan.tensors)
+        cold.check(plan.tensors, self.cold_dir)
         self._check_memory(configuration)
         return Reconfiguration(configuration, kept, frozenset(keep_standbys))
 
@@ -259,7 +266,7 @@ class ParameterStore:
     def make(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> None:
         """Create the new shards of a checked configuration, without values; let_go() has come before."""
         configuration, kept = change.configuration, change.kept
-        settings = ShardSettings.of(configuration, self.device)
+        settings = ShardSettings.of(configuration, self.device, self.cold_dir)
         shards = {
             number: kept[number] if number in kept else self._make_shard(number, settings, self._observers(number))
             for number in configuration.shards

@@ -57,7 +57,7 @@ from shardline.security import PLAIN, Security, check_bind
 
 FOR_SCRIPTS = (
     *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir", "out", "profile", "with_ps"),
-    *("tls_cert", "tls_key", "tls_ca", "token_file"),
+    *("cold_dir", "tls_cert", "tls_key", "tls_ca", "token_file"),
 )
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
@@ -119,6 +119,7 @@ class LaunchOptions:
     lane: str = "auto"
     overlap: bool = True
     run_dir: Path | None = None
+    cold_dir: Path | None = None
     profile: str = ""
     """Steps that each worker traces; see RoleConfig.profile."""
     page: str | None = None
@@ -194,7 +195,7 @@ class LaunchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Settings of all tasks, by the names of their flags, for --settings-file; a task reads those of its role."""
-        paths = {**vars(self.security), "run_dir": self.run_dir, "replay": self.replay}
+        paths = {**vars(self.security), "run_dir": self.run_dir, "cold_dir": self.cold_dir, "replay": self.replay}
         return {
             "cluster": str(cluster_path(self.out)),
             "out": str(self.out),

@@ -236,6 +236,12 @@ max_workers = option(
     default=64,
     help="Maximum number of workers, including those that join later and are not in the cluster spec.",
 )
+cold_dir = option(
+    "--cold-dir",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Folder of a ps for rows of tables beyond their memory_rows, on a disk with room. Default: --out.",
+)
 standbys = option(
     "--standbys",
     type=int,

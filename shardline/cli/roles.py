@@ -36,7 +36,7 @@ CHIEFS = (
 )
 READERS: Mapping[str, Callable[[Role], bool]] = {
     **dict.fromkeys(("job", *options.JOB_FIELDS, "settings", "with_ps"), lambda role: role.computes),
-    **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
+    **dict.fromkeys(("lane", "run_dir", "cold_dir"), lambda role: role.exchanges),
     **dict.fromkeys(("overlap", "profile"), lambda role: role.trains),
     "exit_with_job": lambda role: not role.leads,
     "admin_token_file": lambda role: role.commands,
@@ -87,6 +87,7 @@ role_options = options.together(
     options.shards,
     options.max_workers,
     options.standbys,
+    options.cold_dir,
     options.inexact,
     options.replay,
     options.job_fields,

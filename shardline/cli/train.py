@@ -110,6 +110,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.bucket_mb
 @options.shards
 @options.standbys
+@options.cold_dir
 @options.inexact
 @options.replay
 @options.lanes

@@ -108,6 +108,8 @@ class TensorSpec:
     """Of a table: which rows are removed; "" = none."""
     max_rows: int = 0
     """Of a table: rows at most; 0 = any number."""
+    memory_rows: int = 0
+    """Of a table: rows in the servers' memory, of which others are on disk; 0 = all."""
     place: str = ""
     """Servers that hold it, see core.places: PS or ALLREDUCE; "" = the chief chooses."""
 

@@ -25,7 +25,7 @@ for _spec in (TensorSpec, RuleSpec, ScheduleSpec, ConsistencySpec, InnerSpec, Jo
     # Strict: True is no number, and "7" none either.
     _spec.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[union-attr]
 _JOB = TypeAdapter(JobSpec)
-_OF_SOME = ("rule", "init", "admit", "evict", "max_rows", "place", "follows_scores", "pretrained")
+_OF_SOME = ("rule", "init", "admit", "evict", "max_rows", "memory_rows", "place", "follows_scores", "pretrained")
 """Fields that are not written where they are empty, so that the version before, which lacks them, reads the rest."""
 
 

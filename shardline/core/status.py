@@ -68,6 +68,14 @@ class TableStatus:
     """Gradients dropped of ids for which there was no room."""
     evicted: int = 0
     """Rows removed."""
+    memory_hits: int = 0
+    """With memory_rows: rows that updates and reads found in memory."""
+    memory_misses: int = 0
+    """Rows that they had to bring from disk."""
+    disk_rows: int = 0
+    """Rows that are on disk."""
+    disk_bytes: int = 0
+    """Bytes of the disk that are taken for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

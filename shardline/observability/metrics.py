@@ -141,6 +141,15 @@ TABLE: tuple[MetricSpec, ...] = (
         unit="gradients",
     ),
     _counter("shardline_table_evicted_total", "ps", "shard table", "Rows removed by the table's eviction", unit="rows"),
+    _counter(
+        "shardline_table_memory_total",
+        "ps",
+        "shard table result",
+        "Rows of a table with memory_rows that an update or a read found in memory (hit), or brought from disk (miss)",
+        unit="rows",
+    ),
+    _gauge("shardline_table_disk_rows", "ps", "shard table", "Rows of an embedding table that are on disk"),
+    _gauge("shardline_table_disk_bytes", "ps", "shard table", "Bytes of the disk that are taken for a table's rows"),
     _gauge("shardline_ps_standby_synced", "ps", "shard", "Whether the standby on this ps can take over", unit="0 or 1"),
     _gauge("shardline_ps_standby_bytes", "ps", "shard", "Memory of the standby on this ps"),
     _gauge(

@@ -20,7 +20,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.rows import MOST_BYTES
 from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import Buffer, copy_bytes, tensor_from_bytes
-from shardline.errors import ProtocolError
+from shardline.errors import DiskError, ProtocolError
 from shardline.host.device_memory import settle
 from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
@@ -204,7 +204,11 @@ def encode_rows(
         step = published_step(shard, bucket, want)
         if isinstance(step, Outcome):
             return step
-        state, rows = bucket_state(bucket, step), bucket.rows(ids, step)
+        try:
+            state, rows = bucket_state(bucket, step), bucket.rows(ids, step)
+        except DiskError as error:
+            shard.storage.observers.on_failure(error)
+            raise
     written = coding.bucket(shard.number, number)
     assert isinstance(written.coder, PackedRows)
     payload = written.coder.encode_rows(rows, Turn(step, seed=coding.seed, receiver=want.task))

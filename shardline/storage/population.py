@@ -17,8 +17,6 @@ from shardline.update.rows import ROW_ADMISSIONS, ROW_EVICTIONS
 from shardline.update.rows.turnover import TOUCHED
 
 BELOW_ADMISSION, CAP = "below_admission", "cap"
-_AT_ONCE = 1 << 16
-"""Rows looked at together."""
 
 log = logging.getLogger("shardline.table")
 
@@ -105,11 +103,7 @@ class Population:
         """The ids whose rows are to be removed at the end of a step: int64 [n], ascending."""
         if not self._eviction.due(step):
             return torch.empty(0, dtype=torch.int64)
-        ids, slots = store.items()
-        found = [ids[:0]]
-        for at in range(0, len(ids), _AT_ONCE):
-            some = slice(at, at + _AT_ONCE)
-            found.append(ids[some][self._eviction.evicts(store, slots[some], step)])
+        found = [ids[self._eviction.evicts(held, slots, step)] for held, ids, slots in store.pieces()]
         gone = torch.cat(found).sort().values
         self._rows -= self._by_part(gone)
         self.evicted += len(gone)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.core.image import VALUE
 from shardline.core.rows import part_of
 from shardline.native import rows as native
+
+AT_ONCE = 1 << 16
+"""Rows looked at together."""
 
 
 class SlotsByDict:
@@ -70,9 +74,22 @@ class RowStore:
         tensors = (self.values, *self.states.values(), self._free)
         return sum(tensor.nbytes for tensor in tensors) + self._slots.nbytes
 
+    @property
+    def arenas(self) -> dict[str, Tensor]:
+        """Values and states by name."""
+        return {VALUE: self.values, **self.states}
+
+    def counts(self) -> dict[str, int]:
+        """Fields of a TableStatus about rows on disk; empty without any."""
+        return {}
+
     def find(self, ids: Tensor) -> Tensor:
         """The slot of each id, -1 where there is no row: int64 [U]. ids: int64 [U]."""
         return self._slots.find(ids)
+
+    def look(self, ids: Tensor) -> Tensor:
+        """A copy of the values of ids that have rows: float32 [U, dim]. ids: int64 [U]."""
+        return self.values.index_select(0, self.find(ids))
 
     def gather(self, slots: Tensor, rows: Tensor) -> None:
         """Copy values by slot (int64 [U]) into `rows` (float32 [U, dim]); a row without a slot, -1, is left alone."""
@@ -113,14 +130,29 @@ class RowStore:
         slots = self._slots.drop(ids)
         self._free = torch.cat([self._free, slots[slots >= 0]])
 
-    def items(self) -> tuple[Tensor, Tensor]:
-        """(ids, slots) of all rows in any order, int64."""
-        return self._slots.items()
+    def fill(self, ids: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """As insert(), with states: rows has float32 [U, width] by name."""
+        slots = self.insert(ids, rows[VALUE])
+        for name, state in self.states.items():
+            state[slots] = rows[name]
+        return slots
 
-    def ordered(self) -> tuple[Tensor, Tensor]:
-        """(ids, slots) of all rows, int64, by part and id: the order of checkpoints."""
-        ids, slots = self.items()
-        by_id = np.argsort(ids.numpy())
-        parts = part_of(ids).numpy().astype(np.uint16)[by_id]
-        order = torch.from_numpy(by_id[np.argsort(parts, kind="stable")])
-        return ids[order], slots[order]
+    def pieces(self) -> Iterator[tuple[RowStore, Tensor, Tensor]]:
+        """(store, ids, slots) of all rows, some at a time, in any order: ids and slots are int64."""
+        ids, slots = self._slots.items()
+        for at in range(0, len(ids) or 1, AT_ONCE):
+            yield self, ids[at : at + AT_ONCE], slots[at : at + AT_ONCE]
+
+    def ordered(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Copies of all ids (int64 [n]), and of values and states by name, by part and id: the order of checkpoints."""
+        ids, slots = self._slots.items()
+        order = in_order(ids)
+        slots = slots[order]
+        return ids[order], {name: arena[slots] for name, arena in self.arenas.items()}
+
+
+def in_order(ids: Tensor) -> Tensor:
+    """The order of ids by part and id: int64 [n]."""
+    by_id = np.argsort(ids.numpy())
+    parts = part_of(ids).numpy().astype(np.uint16)[by_id]
+    return torch.from_numpy(by_id[np.argsort(parts, kind="stable")])

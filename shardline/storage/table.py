@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,12 +13,13 @@ from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.rows import ids_of, merge, pack, part_of, rows_of
+from shardline.core.rows import PARTS, ids_of, merge, pack, part_of, rows_of
 from shardline.core.spec import ScheduleSpec, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.storage.bucket import Bucket
+from shardline.storage.cold import ColdRows, RowFile
 from shardline.storage.population import Population, filter_width
-from shardline.storage.rows import RowStore
+from shardline.storage.rows import AT_ONCE, RowStore
 from shardline.update import BucketRule
 from shardline.update.rows import ROW_EVICTIONS, ROW_INITS, ROW_RULES
 
@@ -76,8 +79,11 @@ class TableBucket(Bucket):
         *,
         contributions: Contributions,
         keeps_previous: bool,
+        cold: Path | None = None,
     ) -> None:
-        """keeps_previous: rows of theta_{step-1} can be pulled too."""
+        """keeps_previous: rows of theta_{step-1} can be pulled too. cold: folder for rows beyond the table's
+        memory_rows; None = all are in memory.
+        """
         nothing = torch.empty(0)
         super().__init__(
             shard, number, spec, tensors, lambda device: None, contributions=contributions, pub=(nothing, nothing)
@@ -89,20 +95,35 @@ class TableBucket(Bucket):
         self._undoes = keeps_previous
         self._holds = 0
         """The step whose rows the store has: `step`, or one more while an update waits for the standby."""
-        self.population = Population(tensor, spec.slices[0])
+        self.population, self._cold = Population(tensor, spec.slices[0]), cold
         self._clear()
 
     def _clear(self) -> None:
-        self.store = RowStore(self.dim, {name: row for name, row in row_widths(self._tensor).items() if name != VALUE})
+        self.store = self._empty()
         self._before = torch.empty(0)
         """Packed rows that the last update has changed, as they were; empty if it has changed none."""
         self._changed = torch.empty(0, dtype=torch.int64)
         """Their slots."""
 
+    def _empty(self) -> RowStore:
+        widths = row_widths(self._tensor)
+        size, dim, (piece,) = sum(widths.values()), widths.pop(VALUE), self.spec.slices
+        if self._cold is None or not self._tensor.memory_rows:
+            return RowStore(dim, widths)
+        first, end = (
+            part * self._tensor.memory_rows // PARTS for part in (piece.first_row, piece.first_row + piece.rows)
+        )
+        return ColdRows(dim, widths, end - first, RowFile(self._cold, self.table, size))
+
     def initialize(self, values: torch.Tensor) -> bool:
         """Note that the job has begun; rows come into being with their first gradient. values: no rows."""
         fresh, self.initialized = not self.initialized, True
         return fresh
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of a TableStatus. Takes no lock."""
+        counts = {"rows": len(self.store), "evicted": self.population.evicted, **self.population.refused}
+        return {"table": self.table, **counts, **self.store.counts()}
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +172,7 @@ class TableBucket(Bucket):
             return False
         if self._undoes:
             others = ids[~torch.isin(ids, ids_of(self._before, self.dim))]
-            rows = self.store.values.index_select(0, self.store.find(others))
-            self._before = merge(self._before, pack(others, rows), self.dim)
+            self._before = merge(self._before, pack(others, self.store.look(others)), self.dim)
         self.store.remove(ids)
         return True
 
@@ -188,9 +208,8 @@ class TableBucket(Bucket):
 
     def image(self) -> BucketImage:
         """A copy of all rows and their state, in the order of parts and ids."""
-        ids, slots = self.store.ordered()
-        tensors = {VALUE: self.store.values[slots].view(-1), IDS: ids}
-        tensors.update({name: state[slots].view(-1) for name, state in self.store.states.items()})
+        ids, rows = self.store.ordered()
+        tensors = {IDS: ids, **{name: value.view(-1) for name, value in rows.items()}}
         if (counters := self.population.counters()) is not None:
             tensors[FILTER] = counters
         return BucketImage(
@@ -210,9 +229,10 @@ class TableBucket(Bucket):
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
         self._clear()
         ids = image.tensors[IDS]
-        slots = self.store.insert(ids, image.tensors[VALUE].view(-1, self.dim))
-        for name, state in self.store.states.items():
-            state[slots] = image.tensors[name].view(len(ids), state.shape[1])
+        rows = {name: image.tensors[name].view(len(ids), arena.shape[1]) for name, arena in self.store.arenas.items()}
+        for at in range(0, len(ids), AT_ONCE):
+            some = slice(at, at + AT_ONCE)
+            self.store.fill(ids[some], {name: value[some] for name, value in rows.items()})
         self.population.begin(ids, image.tensors.get(FILTER))
         self._holds = image.step
         if previous is not None:

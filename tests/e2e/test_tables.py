@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,29 @@ def test_a_table_on_a_server_and_the_rest_among_the_workers_keep_their_bits_thro
         finished = train(job, out, *flags, "--steps", str(steps), "--resume")
         assert finished.code == 0, finished
         assert summary_of(out)["sha256"] == expected_sha256(job, steps=steps)
+
+
+WIDE = (
+    TABLED.replace('EmbeddingTable("signs", 4, rule="adam:lr=0.05")', 'EmbeddingTable("signs", 300, memory_rows=1024)')
+    .replace("nn.Linear(4, 4)", "nn.Linear(300, 4)")
+    .replace("(points * 3)", "(points * 3000)")
+)
+"""More rows than fit into memory."""
+
+
+def test_a_full_disk_ends_the_job_which_goes_on_elsewhere(tmp_path: Path) -> None:
+    slow = {"imports": "import time", "after_loss": "time.sleep(0.05)"}
+    job = write_job(tmp_path / "job.py", replicas=3, checkpoint_every=2, after=WIDE, **slow)
+    out, other = tmp_path / "run", tmp_path / "other"
+    with mortal_cluster(job, out, ps=1) as cluster:
+        resource.prlimit(cluster.pid("ps/0"), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        assert cluster.wait(timeout_s=PATIENCE_S) == 6, cluster.log_tail("chief/0", 30)
+    said = events(out)[-1]
+    assert f"table 'signs' can't keep rows beyond its memory_rows in {out}, where they take 1,04" in said
+    other.mkdir()
+    finished = train(job, out, "--workers", "1", "--ps", "2", "--cold-dir", other, "--resume")
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert found["sha256"] == expected_sha256(job)
+    assert found["tables"]["signs"]["disk_rows"] > 500 and found["tables"]["signs"]["memory_misses"] > 500
+    assert not [*other.iterdir(), *out.glob("shardline-rows-*")]

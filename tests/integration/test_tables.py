@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch.utils.data import TensorDataset
 
 import shardline
 from shardline.checkpoint import CheckpointStore
+from shardline.consistency.server import StepWanted
 from shardline.core.image import BucketImage
 from shardline.core.rows import PARTS
-from shardline.errors import JobError, NonFiniteError
+from shardline.errors import DiskError, JobError, NonFiniteError
 from shardline.job import Job
 from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable, tables_of
+from shardline.server.pull_sender import encode_rows
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
 from shardline.update.rows.turnover import After
@@ -41,6 +44,14 @@ def clicks() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     ids = (torch.rand(96, 3, generator=generator) ** 3 * 40).long() * 0x123456789ABCD - 5
     return TensorDataset(ids, (ids.sum(1) % 3 == 0).float())
+
+
+def with_memory(model: Callable[[], nn.Module], memory_rows: int) -> nn.Module:
+    """The model with so few rows in memory, fewer than a script may ask for; 0 = all."""
+    made = model()
+    for table in tables_of(made).values():
+        table.memory_rows = memory_rows
+    return made
 
 
 class Clicks(nn.Module):
@@ -71,9 +82,11 @@ def bag_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return functional.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1])
 
 
-def table_job(rule: str = ROWWISE, **changes: Any) -> Job:
-    model = functools.partial(Clicks, rule)
-    return make_job(**{"model": model, "dataset": clicks, "loss": loss, "steps": 6, **changes})
+def table_job(
+    rule: str = ROWWISE, memory_rows: int = 0, model: Callable[[], nn.Module] | None = None, **changes: Any
+) -> Job:
+    made = functools.partial(with_memory, model or functools.partial(Clicks, rule), memory_rows)
+    return make_job(**{"model": made, "dataset": clicks, "loss": loss, "steps": 6, **changes})
 
 
 class Bounded(nn.Module):
@@ -97,8 +110,8 @@ def many() -> TensorDataset:
     return TensorDataset(ids, (ids.sum(1) % 3 == 0).float())
 
 
-def bounded_job() -> Job:
-    return table_job(model=Bounded, dataset=many, steps=8)
+def bounded_job(memory_rows: int = 0) -> Job:
+    return table_job(model=Bounded, dataset=many, steps=8, memory_rows=memory_rows)
 
 
 @functools.cache
@@ -124,19 +137,24 @@ def expected_end(rule: str = ROWWISE) -> ReferenceResult:
     return reference(table_job(rule))
 
 
+some_in_memory = pytest.mark.parametrize("memory_rows", [0, 12])
+
+
+@some_in_memory
 @pytest.mark.parametrize("lane", ["grpc", "tcp"])
 @pytest.mark.parametrize("ownership", [[[0, 1, 2]], [[2], [0, 1]]], ids=str)
-def test_the_bits_are_those_of_one_process(ownership: list[list[int]], lane: str) -> None:
-    with Cluster(table_job(), ps=3, lane=lane) as cluster:
+def test_the_bits_are_those_of_one_process(ownership: list[list[int]], lane: str, memory_rows: int) -> None:
+    with Cluster(table_job(memory_rows=memory_rows), ps=3, lane=lane) as cluster:
         assert len(cluster.plan.shards) == 3
         cluster.train(ownership)
         assert_same_end(cluster.state(), expected_end())
         assert not cluster.fallbacks
 
 
+@some_in_memory
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam:lr=0.05", "ftrl:l1=0.001"])
-def test_every_rule_has_the_bits_of_one_process(rule: str) -> None:
-    with Cluster(table_job(rule), ps=2) as cluster:
+def test_every_rule_has_the_bits_of_one_process(rule: str, memory_rows: int) -> None:
+    with Cluster(table_job(rule, memory_rows), ps=2) as cluster:
         cluster.train([[0], [1, 2]])
         assert_same_end(cluster.state(), expected_end(rule))
 
@@ -205,9 +223,10 @@ def test_rounded_rows_do_not_depend_on_the_servers_that_share_them(codec: str, d
         assert (sent[0] < cluster.hosts[0].store.traffic.push_wire_bytes) is rounds
 
 
+@some_in_memory
 @pytest.mark.parametrize("ownership", [[[0, 1, 2]], [[2], [0, 1]]], ids=str)
-def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list[list[int]]) -> None:
-    with Cluster(bounded_job(), ps=3) as cluster:
+def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list[list[int]], memory_rows: int) -> None:
+    with Cluster(bounded_job(memory_rows), ps=3) as cluster:
         cluster.train(ownership)
         assert_same_tables(cluster, bounded_end())
         # As they are told at the end of a run.
@@ -217,24 +236,30 @@ def test_the_ids_that_get_and_keep_rows_are_those_of_one_process(ownership: list
             assert counts["rows"] == len(bounded_end().params[f"{name}.ids"])
             assert counts["below_admission"] > 1000 and counts["evicted"] > 30
             assert (counts["cap"] > 100) == (name == "few")
+            for what in ("memory_hits", "memory_misses", "disk_rows", "disk_bytes"):
+                assert (counts[what] > 10) == bool(memory_rows), what
 
 
+@some_in_memory
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_standby_has_counted_the_same_ids(lost: int) -> None:
-    with Protected(bounded_job(), ps=2) as cluster:
+def test_a_standby_has_counted_the_same_ids(lost: int, memory_rows: int) -> None:
+    with Protected(bounded_job(memory_rows), ps=2) as cluster:
         cluster.await_synced()
         cluster.train_through([[0, 2], [1]], cluster.at_step(3, lost, functools.partial(cluster.fail_over, lost)))
         assert_same_tables(cluster, bounded_end())
 
 
+@pytest.mark.parametrize("memory_rows", [(0, 0), (0, 12), (12, 0)], ids=str)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
-def test_tables_with_bounds_go_onto_another_number_of_servers(before: int, after: int, tmp_path: Path) -> None:
+def test_tables_with_bounds_go_onto_another_number_of_servers(
+    before: int, after: int, memory_rows: tuple[int, int], tmp_path: Path
+) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    with Cluster(bounded_job(), ps=before) as cluster:
+    with Cluster(bounded_job(memory_rows[0]), ps=before) as cluster:
         cluster.train([[0, 1, 2]], steps=3)
         images = dict(enumerate(cluster.images()))
         store.commit(cut_of(cluster.spec, step=3, plan=cluster.plan, images=images))
-    with Cluster(bounded_job(), ps=after) as cluster, contextlib.closing(store.open(3)) as stored:
+    with Cluster(bounded_job(memory_rows[1]), ps=after) as cluster, contextlib.closing(store.open(3)) as stored:
         cluster.configure_anew(cluster.timeline + 1)
         for shard, control in enumerate(cluster.controls):
             control.restore(cluster.timeline, shard, functools.partial(stored.images, cluster.plan, shard))
@@ -246,9 +271,10 @@ def test_tables_with_bounds_go_onto_another_number_of_servers(before: int, after
         assert_same_tables(cluster, again)
 
 
+@some_in_memory
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_server_that_is_lost_costs_no_step_and_no_bit(lost: int) -> None:
-    with Protected(table_job(), ps=2) as cluster:
+def test_a_server_that_is_lost_costs_no_step_and_no_bit(lost: int, memory_rows: int) -> None:
+    with Protected(table_job(memory_rows=memory_rows), ps=2) as cluster:
         cluster.await_synced()
         cluster.train_through([[0, 2], [1]], cluster.at_step(2, lost, functools.partial(cluster.fail_over, lost)))
         assert_same_end(cluster.state(), expected_end())
@@ -276,6 +302,22 @@ def test_a_worker_that_comes_back_to_a_step_that_others_have_closed_gets_its_row
         again = cluster.worker(0, incarnation=2)
         cluster.together([lambda: again.run([0, 2], 6), lambda: second.run([1], 6)])
         assert_same_end(cluster.state(), expected_end())
+
+
+def test_a_read_for_which_the_disk_has_no_room_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(ids: torch.Tensor, step: int) -> torch.Tensor:
+        raise DiskError("table 'far' can't keep rows")
+
+    failures = list[Exception]()
+    with Cluster(table_job(memory_rows=12), ps=1) as cluster:
+        store, (shard,) = cluster.hosts[0].store, cluster.shards
+        store.on_failure = failures.append
+        cluster.train([[0, 1, 2]], steps=1)
+        monkeypatch.setattr(shard.buckets[-1], "rows", full)
+        want, number = StepWanted(step=1, task="worker/0"), shard.buckets[-1].number
+        with pytest.raises(DiskError) as told:
+            encode_rows(shard, number, want=want, coding=store.coding, ids=torch.arange(3))
+    assert failures == [told.value]
 
 
 @pytest.mark.parametrize(
@@ -421,8 +463,9 @@ def test_what_a_table_can_not_be_is_said_with_its_name() -> None:
         ({"admit": "after:ids=0"}, "admission after: ids is 0"),
         ({"admit": "probability:p=1.5"}, "admission probability: p is 1.5; give a number from 0 to 1"),
         *(
-            ({"max_rows": most}, f"has max_rows={most}; its 1024 parts share them: give a whole number from 1024 to")
-            for most in (0, 1 << 62, 5000.0)
+            ({name: most}, f"has {name}={most}; its 1024 parts share them: give a whole number from 1024 to")
+            for name in ("max_rows", "memory_rows")
+            for most in (0, 1023, -1, 1 << 62, 1 << 63, 5000.0, True)
         ),
     ]
     for bounds, words in wrong:

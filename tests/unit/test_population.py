@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import logging
+import re
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +23,15 @@ from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.rows import PARTS, pack, part_of
 from shardline.core.spec import JobSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.core.spec_json import job_from_json, job_to_json
-from shardline.errors import ProtocolError
+from shardline.errors import DiskError, ProtocolError, UsageError
 from shardline.model import table_spec
 from shardline.nn import EmbeddingTable
 from shardline.observability.metrics import Metrics
 from shardline.rpc.messages.convert import tensor_from_proto, tensor_to_proto
 from shardline.rpc.v1 import parameter_server_pb2
+from shardline.storage import cold
 from shardline.storage.population import Population
+from shardline.storage.rows import RowStore
 from shardline.storage.table import TableBucket
 from shardline.update.rows import ROW_ADMISSIONS
 from shardline_ps.memory.metering import Meter
@@ -32,7 +41,9 @@ from tests.unit.test_native import using
 from tests.unit.test_rows import LEVELS
 
 DIM = 2
-STEPS = st.lists(st.lists(st.integers(0, 60), max_size=30, unique=True).map(sorted), max_size=12)
+MOST = 30
+IDS = st.lists(st.integers(0, 60), max_size=MOST, unique=True)
+STEPS = st.lists(IDS.map(sorted), max_size=12)
 BOUNDS = (
     {"admit": "probability:p=0.5", "evict": "age:steps=2,every=2"},
     {"admit": "after:count=2,ids=100", "evict": "norm:least=0.05,every=3", "max_rows": PARTS},
@@ -44,7 +55,10 @@ def table(**bounds: Any) -> TensorSpec:
     return spec("users", (PARTS, DIM), kind=TensorKind.TABLE, rule="sgd:lr=0.1", init="uniform", **bounds)
 
 
-def buckets_of(plan: Plan, *, keeps_previous: bool = True) -> list[TableBucket]:
+FOLDER = Path(tempfile.gettempdir())
+
+
+def buckets_of(plan: Plan, *, keeps_previous: bool = True, folder: Path = FOLDER) -> list[TableBucket]:
     return [
         TableBucket(
             number,
@@ -54,6 +68,7 @@ def buckets_of(plan: Plan, *, keeps_previous: bool = True) -> list[TableBucket]:
             ScheduleSpec(),
             contributions=Contributions(shard.buckets[0], 1, in_tree=False),
             keeps_previous=keeps_previous,
+            cold=folder,
         )
         for number, shard in enumerate(plan.shards)
     ]
@@ -212,13 +227,16 @@ def test_rows_with_a_small_norm_go_however_they_lie() -> None:
     assert torch.equal(bucket.rows(ids, 1)[norms >= 0.05], free.rows(ids, 1)[norms >= 0.05])
 
 
+@pytest.mark.parametrize("memory_rows", [0, 9])
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @given(steps=STEPS, servers=st.integers(2, 4))
 def test_both_steps_are_read_and_servers_share_a_table_alike(
-    bounds: dict[str, Any], steps: list[list[int]], servers: int
+    bounds: dict[str, Any], memory_rows: int, steps: list[list[int]], servers: int
 ) -> None:
+    """Wherever rows are: one process has them in memory at first."""
     ids = torch.arange(61)
     (one,) = buckets_of(make_plan([table(**bounds)], 1))
+    bounds = bounds | {"memory_rows": memory_rows}
     several = buckets_of(make_plan([table(**bounds)], servers))
     before = one.rows(ids, 0)
     for step, chosen in enumerate(steps):
@@ -243,6 +261,86 @@ def test_both_steps_are_read_and_servers_share_a_table_alike(
         assert torch.equal(torch.cat([image.tensors[name] for image in images]), value), name
 
 
+@pytest.mark.parametrize("rule", ["sgd", "rowwise-adagrad", "adam", "ftrl:lr=0.1"])
+@pytest.mark.parametrize("bounds", [{}, *BOUNDS], ids=str)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from(["step", "step", "read", "nothing", "restore"]), IDS.map(sorted)), max_size=20
+    )
+)
+def test_rows_on_disk_are_the_rows_that_they_would_be_in_memory(
+    rule: str, bounds: dict[str, Any], changes: list[tuple[str, list[int]]]
+) -> None:
+    def made(memory_rows: int) -> TableBucket:
+        tensor = dataclasses.replace(table(**bounds, memory_rows=memory_rows), rule=rule)
+        (bucket,) = buckets_of(make_plan([tensor], 1))
+        return bucket
+
+    warm, part = made(0), made(9)
+    for number, (what, chosen) in enumerate(changes):
+        ids = torch.tensor(chosen, dtype=torch.int64)
+        if what == "restore":
+            # Each from what the other has, as from a checkpoint, or as a standby.
+            images, befores = [one.image() for one in (warm, part)], [one.previous() for one in (warm, part)]
+            warm, part = made(0), made(9)
+            for one, image, before in zip((part, warm), images, befores, strict=True):
+                one.restore(image, one.rule_of(image), previous=before)
+        elif what != "read":
+            for one in (warm, part):
+                one.apply(gradient_of(one, ids if what == "step" else ids[:0], number))
+            assert torch.equal(warm.values, part.values)
+        for step in {warm.step, max(warm.oldest, warm.step - 1)}:
+            assert torch.equal(warm.rows(ids, step), part.rows(ids, step))
+        assert len(warm.store) == len(part.store)
+        assert part.counts()["rows"] - part.counts()["disk_rows"] <= 9 + MOST
+        for name, value in warm.image().tensors.items():
+            assert torch.equal(bits(part.image().tensors[name]), bits(value)), name
+
+
+@contextlib.contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """Refuse this process files of more bytes, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_full_disk_is_told_and_loses_no_row(reads: bool, tmp_path: Path) -> None:
+    tensor = spec("users", (PARTS, 500), kind=TensorKind.TABLE, rule="adam", init="uniform", memory_rows=PARTS)
+    (part,) = buckets_of(make_plan([tensor], 1), folder=tmp_path)
+    (warm,) = buckets_of(make_plan([dataclasses.replace(tensor, memory_rows=0)], 1))
+    ids = torch.arange(3000).split(300)
+
+    def push(number: int) -> None:
+        for bucket in (part, warm):
+            bucket.apply(Partial(pack(ids[number], torch.ones(300, 500)), (True,), dim=500))
+
+    def fill() -> None:
+        for number in range(5, 10):
+            if reads:
+                part.rows(ids[number % 5], part.step)
+            else:
+                push(number)
+
+    for number in range(5):
+        push(number)
+    with files_of(part.counts()["disk_bytes"]), pytest.raises(DiskError) as told:
+        fill()
+    words = rf"table 'users' can't keep rows beyond its memory_rows in {tmp_path}, where they take [0-9,]+ bytes: "
+    assert re.match(words + r"File too large\. Make room there, .* --cold-dir, .* --resume", str(told.value))
+    assert part.step == warm.step and not [*tmp_path.iterdir()]
+    for name, value in warm.image().tensors.items():
+        assert torch.equal(part.image().tensors[name], value), name
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32) if values.dtype is torch.float32 else values
+
+
 def test_a_row_of_the_step_before_may_be_missing_only_where_rows_are_evicted() -> None:
     before = pack(torch.tensor([5]), torch.zeros(1, DIM))
     for bounds, right in (({}, False), ({"evict": "age"}, True)):
@@ -253,6 +351,16 @@ def test_a_row_of_the_step_before_may_be_missing_only_where_rows_are_evicted() -
         else:
             with pytest.raises(ProtocolError, match="has rows that its own lacks"):
                 bucket.restore(image, None, previous=before)
+
+
+def test_what_rows_on_disk_need_is_said_before_there_are_any(tmp_path: Path) -> None:
+    tensors = [table(), table(memory_rows=PARTS)]
+    cold.check(tensors, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(UsageError, match=rf"in {tmp_path}/none, .*: No such file or directory\. Make room there"):
+        cold.check(tensors, tmp_path / "none")
+    # All are in memory where nobody asks for a disk.
+    assert type(buckets_of(make_plan([table()], 1))[0].store) is RowStore
 
 
 # What others see
@@ -276,6 +384,7 @@ def test_a_table_without_bounds_is_written_as_before_there_were_any() -> None:
 def test_counts_of_tables_are_told_with_every_heartbeat() -> None:
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
     counts = {"rows": 5, "below_admission": 9, "cap": 1, "evicted": 2}
+    counts |= {"memory_hits": 7, "memory_misses": 3, "disk_rows": 2, "disk_bytes": 4096}
     held = parameter_server_pb2.TableStatus(table="users", **counts)
     reply = parameter_server_pb2.PsStatusReply(shards=[parameter_server_pb2.ShardStatus(tables=[held])])
     observe = Meter(metrics, store).observed(lambda: reply)
@@ -288,6 +397,8 @@ def test_counts_of_tables_are_told_with_every_heartbeat() -> None:
         reply.shards[0].tables[0].rows, reply.shards[0].tables[0].cap = rows, cap
         observe()
         assert told("rows") == rows and told("evicted_total") == 2
+        assert (told("memory_total", result="hit"), told("memory_total", result="miss")) == (7, 3)
+        assert (told("disk_rows"), told("disk_bytes")) == (2, 4096)
         assert told("refused_total", reason="below_admission") == 9
         assert told("refused_total", reason="cap") == cap
     store.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from shardline.core import rows
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import JobError, ProtocolError, TensorError
 from shardline.native import library
+from shardline.storage.cold import ColdRows, RowFile
 from shardline.storage.rows import RowStore
 from shardline.update.rows import ROW_INITS, ROW_RULES
 from tests.unit.test_native import using
@@ -143,11 +146,19 @@ def test_parts_are_those_of_splitmix64(ids: list[int]) -> None:
 CHANGES = st.lists(st.tuples(st.booleans(), SETS), max_size=8)
 
 
+def empty(dim: int, widths: dict[str, int], memory: int) -> RowStore:
+    """A store with so many rows in memory; 0 = all."""
+    if not memory:
+        return RowStore(dim, widths)
+    return ColdRows(dim, widths, memory, RowFile(Path(tempfile.gettempdir()), "users", dim + sum(widths.values())))
+
+
 @given(changes=CHANGES, dim=st.integers(1, 5))
+@pytest.mark.parametrize("memory", [0, 1, 20])
 @at_every_level
-def test_a_store_is_a_dict(level: str | None, changes: list[tuple[bool, list[int]]], dim: int) -> None:
+def test_a_store_is_a_dict(level: str | None, memory: int, changes: list[tuple[bool, list[int]]], dim: int) -> None:
     with using(level):
-        store = RowStore(dim, {"sum": 1, "n": dim})
+        store = empty(dim, {"sum": 1, "n": dim}, memory)
     expected, seen = dict[int, Tensor](), 0
     for number, (adding, chosen) in enumerate(changes):
         if adding:
@@ -163,21 +174,24 @@ def test_a_store_is_a_dict(level: str | None, changes: list[tuple[bool, list[int
             for key in chosen:
                 expected.pop(key, None)
         seen = max(seen, len(expected))
-        found = store.find(tensor([*expected, *chosen]))
+        asked = [*expected, *(key for key in chosen if key not in expected)]
+        assert store.look(tensor([*expected])).tolist() == [row.tolist() for row in expected.values()]
+        found = store.find(tensor(asked))
         assert len(store) == len(expected)
         assert len(set(found[: len(expected)].tolist())) == len(expected)
-        assert [slot >= 0 for slot in found.tolist()] == [key in expected for key in [*expected, *chosen]]
+        assert [slot >= 0 for slot in found.tolist()] == [key in expected for key in asked]
         gathered = torch.full((len(found), dim), 9.0)
         with using(level):
             store.gather(found, gathered)
-        for slot, row, key in zip(found.tolist(), gathered, [*expected, *chosen], strict=True):
+        for slot, row, key in zip(found.tolist(), gathered, asked, strict=True):
             assert torch.equal(row, expected.get(key, torch.full((dim,), 9.0)))
             assert slot < 0 or bool((store.states["n"][slot] == 7).all())
         # Slots of removed rows are used again.
         assert len(store.values) <= 2 * max(seen, 8)
-        ordered, slots = store.ordered()
+        ordered, columns = store.ordered()
         assert ordered.tolist() == sorted(expected, key=lambda key: (int(rows.part_of(tensor([key]))), key))
-        assert torch.equal(slots, store.find(ordered))
+        assert columns["value"].tolist() == [expected[key].tolist() for key in ordered.tolist()]
+        assert all(bool((columns[name] == 7).all()) for name in store.states)
 
 
 def test_slots_are_alike_with_and_without_the_library() -> None:
@@ -188,7 +202,8 @@ def test_slots_are_alike_with_and_without_the_library() -> None:
             slots = [store.insert(torch.arange(0, 900, 3), torch.zeros(300, 2))]
             store.remove(torch.arange(0, 900, 2))
             slots.append(store.insert(torch.arange(1, 600, 3), torch.zeros(200, 2)))
-            found.append(torch.cat([*slots, *store.ordered()]))
+            ids, _ = store.ordered()
+            found.append(torch.cat([*slots, ids, store.find(ids)]))
     assert all(torch.equal(found[0], other) for other in found)
 
 

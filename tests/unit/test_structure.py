@@ -36,7 +36,9 @@ ALLOWED: dict[str, tuple[int, int, str]] = {
     ),
 }
 """Classes beyond CLASS_LINES or METHODS: file:class, lines and methods at most, and why. Numbers only fall."""
-MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
+MANY_ARGUMENTS: dict[str, tuple[int, str]] = {
+    "shardline/nn.py:EmbeddingTable": (9, "a table's settings, as a model names them"),
+}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""

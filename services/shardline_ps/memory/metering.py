@@ -121,6 +121,10 @@ class Meter:
         for reason in (BELOW_ADMISSION, CAP):
             self._raise_to("shardline_table_refused_total", getattr(held, reason), **labels, reason=reason)
         self._raise_to("shardline_table_evicted_total", held.evicted, **labels)
+        for result, total in (("hit", held.memory_hits), ("miss", held.memory_misses)):
+            self._raise_to("shardline_table_memory_total", total, **labels, result=result)
+        self._metrics.gauge("shardline_table_disk_rows", **labels).set(held.disk_rows)
+        self._metrics.gauge("shardline_table_disk_bytes", **labels).set(held.disk_bytes)
 
     def _standbys(self, reply: Any) -> None:
         """Set the gauges for the standbys held here and the lag of this ps's own; 0 for those that are gone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -57,9 +58,11 @@ class ShardSettings:
     coding: Coding | None = None
     """Of gradients; None = not encoded."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cold_dir: Path | None = None
+    """Folder for rows beyond a table's memory_rows; None = all are in memory."""
 
     @classmethod
-    def of(cls, configuration: PsConfiguration, device: torch.device) -> ShardSettings:
+    def of(cls, configuration: PsConfiguration, device: torch.device, cold_dir: Path | None = None) -> ShardSettings:
         """The settings that a configuration gives to shards on this device."""
         return cls(
             plan=configuration.plan,
@@ -72,6 +75,7 @@ class ShardSettings:
             replayed=configuration.replayed,
             coding=configuration.coding.push,
             device=device,
+            cold_dir=cold_dir,
         )
 
 
@@ -115,6 +119,7 @@ class ShardStorage(Storage):
                 settings.schedule,
                 contributions=contributions,
                 keeps_previous=mode.publishing.memory(lambda _, keeps: keeps, plan.shards[shard]),
+                cold=settings.cold_dir,
             )
         return (SummingBucket if settings.aggregates and spec.kind is TensorKind.PARAM else Bucket)(
             shard,

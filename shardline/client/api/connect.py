@@ -212,6 +212,7 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
         lane=check_choice(environment("lane") or AUTO),
         overlap=environment_switch("overlap", default=True),
         run_dir=environment_path("run_dir"),
+        cold_dir=environment_path("cold_dir"),
         out=environment_path("out"),
         profile=environment("profile") or "",
         with_ps=environment_switch("with_ps", default=False),

@@ -1149,11 +1149,20 @@ class TableStatus(_message.Message):
     BELOW_ADMISSION_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    MEMORY_HITS_FIELD_NUMBER: _builtins.int
+    MEMORY_MISSES_FIELD_NUMBER: _builtins.int
+    DISK_ROWS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     rows: _builtins.int
     below_admission: _builtins.int
     cap: _builtins.int
     evicted: _builtins.int
+    memory_hits: _builtins.int
+    """With memory_rows: rows found in memory and brought there from disk, those that are on disk, and its bytes."""
+    memory_misses: _builtins.int
+    disk_rows: _builtins.int
+    disk_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -1162,10 +1171,14 @@ class TableStatus(_message.Message):
         below_admission: _builtins.int = ...,
         cap: _builtins.int = ...,
         evicted: _builtins.int = ...,
+        memory_hits: _builtins.int = ...,
+        memory_misses: _builtins.int = ...,
+        disk_rows: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_admission", b"below_admission", "cap", b"cap", "evicted", b"evicted", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_admission", b"below_admission", "cap", b"cap", "disk_bytes", b"disk_bytes", "disk_rows", b"disk_rows", "evicted", b"evicted", "memory_hits", b"memory_hits", "memory_misses", b"memory_misses", "rows", b"rows", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ class TensorSpec(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     EVICT_FIELD_NUMBER: _builtins.int
     MAX_ROWS_FIELD_NUMBER: _builtins.int
+    MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's state_dict, unique in the job."""
@@ -102,6 +103,8 @@ class TensorSpec(_message.Message):
     """
     evict: _builtins.str
     max_rows: _builtins.int
+    memory_rows: _builtins.int
+    """Of a table: rows in the servers' memory; the others are on disk (0 = all in memory)."""
     place: _builtins.str
     """Servers that hold it: "ps" = those of their own, "allreduce" = those in workers' processes; empty = the chief
     chooses.
@@ -133,11 +136,12 @@ class TensorSpec(_message.Message):
         admit: _builtins.str = ...,
         evict: _builtins.str = ...,
         max_rows: _builtins.int = ...,
+        memory_rows: _builtins.int = ...,
         place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "evict", b"evict", "fragment", b"fragment", "group", b"group", "init", b"init", "kind", b"kind", "max_rows", b"max_rows", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "place", b"place", "rule", b"rule", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "evict", b"evict", "fragment", b"fragment", "group", b"group", "init", b"init", "kind", b"kind", "max_rows", b"max_rows", "memory_rows", b"memory_rows", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "place", b"place", "rule", b"rule", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,7 +178,9 @@ function standby(shard) {
 // How many rows a table has in a shard, and what became of others.
 function rows(table) {
   const refused = `${count(table.below_admission)} gradients below admission, ${count(table.cap)} at the cap`;
-  return `${table.table}: ${count(table.rows)} rows, ${count(table.evicted)} evicted, ${refused}`;
+  const looked = table.memory_hits + table.memory_misses;
+  const disk = looked ? `, ${count(table.disk_rows)} rows on disk (${bytes(table.disk_bytes)}), ${count(table.memory_misses)} of ${count(looked)} looked up there` : "";
+  return `${table.table}: ${count(table.rows)} rows, ${count(table.evicted)} evicted, ${refused}${disk}`;
 }
 
 function shards(view) {
