@@ -20,29 +20,15 @@ DEFAULT_OUT = Path("out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleConfig:
-    """Settings of a role's run(): parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
+class TaskSettings:
+    """Settings from the command line that tasks and those who start them have alike."""
 
-    role: str
-    """A name in ROLES, such as "ps"."""
-    index: int
-    cluster: ClusterSpec
-    job: Path | None = None
-    out: Path | None = None
     resume: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     device: str = "cpu"
     gpu_memory_fraction: float | None = None
-    metrics_port: int = 0
-    """0 = a free port."""
-    host: str = "127.0.0.1"
-    """Interface that the metrics bind to."""
-    bind: str | None = None
-    """Interface that the services bind to; None = the host of the task's address in the cluster spec."""
     insecure_bind: bool = False
     """Listen beyond loopback without TLS."""
-    exit_with_job: bool = False
-    """End with the job's exit code if the chief ends a failed job; otherwise with 0, having followed orders."""
     chief_trains: bool = False
     replay: Path | None = None
     """Output folder of the run to repeat."""
@@ -50,20 +36,12 @@ class RoleConfig:
     """Allow machines with differently rounded gradients in one synchronous job."""
     overrides: tuple[tuple[str, str], ...] = ()
     """Job fields from the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
-    ready_fd: int | None = None
-    """Inherited file descriptor, to which the bound address is written as one line, for launchers."""
-    lock_fd: int | None = None
-    """Descriptor with the lock of --out; if None, the chief takes the lock itself."""
-    life_fd: int | None = None
-    """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     min_workers: int = 1
     """With fewer training tasks the job pauses, and ends if none joins for --timeout."""
     bucket_mb: int = 0
     """Target size of a bucket in MiB, for the chief; 0 = by the size of a shard."""
     shards: int = 0
     """Parts into which the model is cut, for the chief; 0 = one for each parameter server."""
-    max_workers: int = 64
-    """Maximum number of workers, including those beyond the cluster spec."""
     security: Security = PLAIN
     lane: str = "auto"
     """Lane: one of shardline.lanes.choices(); auto = the best that the two tasks can use."""
@@ -82,6 +60,37 @@ class RoleConfig:
     with_ps: bool = False
     """Each worker's process is also the ps with its index."""
     profile: str = ""
+    """Steps to trace with torch.profiler, "20:30" = 20 to 29; "" = none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig(TaskSettings):
+    """Settings of a role's run(): parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
+
+    role: str
+    """A name in ROLES, such as "ps"."""
+    index: int
+    cluster: ClusterSpec
+    job: Path | None = None
+    out: Path | None = None
+    metrics_port: int = 0
+    """0 = a free port."""
+    host: str = "127.0.0.1"
+    """Interface that the metrics bind to."""
+    bind: str | None = None
+    """Interface that the services bind to; None = the host of the task's address in the cluster spec."""
+    exit_with_job: bool = False
+    """End with the job's exit code if the chief ends a failed job; otherwise with 0, having followed orders."""
+    """Job fields from the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
+    ready_fd: int | None = None
+    """Inherited file descriptor, to which the bound address is written as one line, for launchers."""
+    lock_fd: int | None = None
+    """Descriptor with the lock of --out; if None, the chief takes the lock itself."""
+    life_fd: int | None = None
+    """Inherited pipe; the process ends when its other end closes (the launcher died)."""
+    max_workers: int = 64
+    """Maximum number of workers, including those beyond the cluster spec."""
+    """Address of the chief's page, "host:port"; None = no page."""
     """Steps to trace with torch.profiler, "20:30" = 20 to 29; "" = none."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,7 +40,7 @@ from shardline.cli.process_exits import (
 )
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_address, parse_task
-from shardline.config import check_out, check_standbys
+from shardline.config import TaskSettings, check_out, check_standbys
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, nearest
@@ -53,18 +53,17 @@ from shardline.host.python_file import installed_imports
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.lanes import AUTO, LANES
 from shardline.roles import ROLES
-from shardline.security import PLAIN, Security, check_bind
+from shardline.security import check_bind
 
 FOR_SCRIPTS = (
     *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir", "out", "profile", "with_ps"),
     *("cold_dir", "tls_cert", "tls_key", "tls_ca", "token_file"),
 )
 """Settings that shardline.connect() takes from the environment."""
-AS_GIVEN = (
-    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "shards", "standbys"),
-    *("inexact", "insecure_bind", "lane", "overlap", "trackers", "profile", "with_ps"),
+AS_GIVEN = {one.name for one in fields(TaskSettings)} - (
+    {"timeouts", "overrides", "security", "page", "replay", "run_dir", "cold_dir"}
 )
-"""Fields of LaunchOptions that are settings of the tasks, under the same names."""
+"""Settings that are written for the tasks as they are."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
 TAIL_BYTES = 8192
@@ -82,7 +81,7 @@ NOT_INHERITED = {"TF_CONFIG", LIFE_FD, "LOCAL_RANK", "SLURM_LOCALID"} | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(TaskSettings):
     """Options of a local cluster. job: the job file, or the training script if script is True."""
 
     job: Path
@@ -92,39 +91,11 @@ class LaunchOptions:
     evaluators: int = 0
     tasks: tuple[tuple[str, int], ...] = ()
     """Number of tasks of each other role: aggregators, and those that a plugin adds."""
-    overrides: tuple[tuple[str, str], ...] = ()
-    resume: bool = False
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    device: str = "cpu"
-    """Device for workers, evaluators and a chief that trains."""
     ps_device: str = "cpu"
-    gpu_memory_fraction: float | None = None
-    chief_trains: bool = False
-    min_workers: int = 1
-    bucket_mb: int = 0
-    shards: int = 0
-    standbys: int = 0
-    replay: Path | None = None
-    inexact: bool = False
-    with_ps: bool = False
-    """Each worker's process is also the ps with its index."""
     script: bool = False
     script_args: tuple[str, ...] = ()
     restart: bool = True
     """Restart tasks that die, at most MAX_RESTARTS times each."""
-    security: Security = PLAIN
-    """All tasks use the same files; chief and ps also the admin token. The certificate must name 127.0.0.1."""
-    insecure_bind: bool = False
-    """The chief's page may be open to other machines without TLS; everything else is on loopback."""
-    lane: str = "auto"
-    overlap: bool = True
-    run_dir: Path | None = None
-    cold_dir: Path | None = None
-    profile: str = ""
-    """Steps that each worker traces; see RoleConfig.profile."""
-    page: str | None = None
-    """Address of the chief's page; None = no page."""
-    trackers: tuple[str, ...] = ()
     prints: str = prints.NONE
     """Tasks whose prints LocalCluster hands on: the first worker (first), all tasks (all), or none (none)."""
 
@@ -204,7 +175,7 @@ class LaunchOptions:
             "timeout": self.timeouts.total_s,
             "join_timeout": self.timeouts.join_s,
             "page": self.page or "off",
-            **{name: getattr(self, name) for name in AS_GIVEN},
+            **{name: getattr(self, name) for name in sorted(AS_GIVEN)},
             # Absolute, since a script may change its folder; never the secrets themselves.
             **{name: str(path.absolute()) for name, path in paths.items() if isinstance(path, Path)},
         }
