@@ -119,6 +119,16 @@ class RoleConfig(TaskSettings):
         return self.cluster.neighbours(self.task)
 
     @property
+    def own_ps(self) -> int:
+        """Number of servers in workers' processes: the first by index."""
+        return min(self.cluster.num("worker"), self.cluster.num("ps")) if self.with_ps else 0
+
+    @property
+    def is_ps_too(self) -> bool:
+        """Whether this worker's process is also a ps. A worker beyond the cluster spec's is none."""
+        return self.role == "worker" and self.index < self.own_ps
+
+    @property
     def task(self) -> str:
         """Name of the process, such as "worker/3"."""
         return f"{self.role}/{self.index}"

@@ -414,8 +414,9 @@ def _check_follows_scores(job: Job) -> None:
 
 
 def _check_communication(value: object) -> None:
-    places = {*value.values()} if isinstance(value, Mapping) else None
-    fits = value == AUTO if places is None else bool(places) and places <= {*PLACES}
+    fits = value == AUTO
+    if isinstance(value, Mapping):
+        fits = bool(value) and all(isinstance(name, str) and place in PLACES for name, place in value.items())
     remedy = f"give {AUTO!r}, or a dict of patterns with {' or '.join(map(repr, PLACES))}"
     _require(fits, "communication", value, remedy)
 

@@ -165,7 +165,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         bucket_bytes=config.bucket_mb << 20,
         shards=config.shards,
         shares=shares_in(config.cluster, chief_trains=config.chief_trains),
-        own_ps=min(config.cluster.num("worker"), config.cluster.num("ps")) if config.with_ps else 0,
+        own_ps=config.own_ps,
         standbys=config.standbys,
         replayed=run_to_replay(config.replay) if config.replay is not None else None,
         timeouts=config.timeouts,

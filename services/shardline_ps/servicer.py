@@ -17,7 +17,7 @@ from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import FEATURES, PROTOCOL_MINOR, Outcome
 from shardline.core.placement import Placement
-from shardline.errors import FencedError, ProtocolError
+from shardline.errors import FencedError, ProtocolError, UnreachableError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
@@ -134,7 +134,11 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
     # Commands of the chief
 
     def _obey(self, term: parameter_server_pb2.Term) -> None:
-        decision = self._store.authority.obeys(Term(term.number, term.chief_uuid))
+        authority = self._store.authority
+        decision = authority.obeys(Term(term.number, term.chief_uuid))
+        if term.number and not authority.term.number:
+            # The chief means the process that was here before: for it, this one is no answer.
+            raise UnreachableError(f"{self._task}: no chief leads this process yet")
         if decision.outcome is not Outcome.SERVED:
             raise FencedError(f"{self._task}: {decision.reason}")
 

@@ -12,7 +12,7 @@ from shardline.codecs.parts import Lossy
 from shardline.codecs.quantizing.base import Blocked
 from shardline.codecs.raw import Raw
 from shardline.core.plan import BucketSpec, Slice, padded
-from shardline.core.rows import ID_ELEMENTS, ids_of, pack, rows_of
+from shardline.core.rows import ID_ELEMENTS, MOST_BYTES, ids_of, pack, rows_of
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
@@ -77,7 +77,8 @@ class PackedRows:
             return tensor_from_bytes(payload, "float32").view(count, self._dim)
         if isinstance(self.codec, Lossy):
             part = self._part(count)
-            if len(payload) > self.most_bytes(count) or (count == 0) != (len(payload) == 0):
+            fits = len(payload) <= self.codec.max_part_bytes(part) and 4 * part.elements <= MOST_BYTES
+            if not fits or (count == 0) != (len(payload) == 0):
                 raise ProtocolError(f"table {self._name!r}: {len(payload)} bytes can't be {count} rows")
             found = self.codec.decode_part(memoryview(payload), part) if count else torch.empty(0)
             return found.view(count, self._dim)
@@ -100,8 +101,8 @@ class PackedRows:
 
     def _part(self, count: int) -> Part:
         """All rows, each of which has scales of its own."""
-        layout = self._layout(count)
-        return Part(tensor=layout.tensors[0], first_row=0, offset=0, elements=count * self._dim, piece=0)
+        tensor = TensorSpec(name=self._name, shape=(count, self._dim), dtype="float32")
+        return Part(tensor=tensor, first_row=0, offset=0, elements=tensor.elements, piece=0)
 
     def _layout(self, count: int) -> Layout:
         """Rows as one tensor in one bucket."""

@@ -15,6 +15,10 @@ PLACES = (ALLREDUCE, PS)
 
 What the former hold is reduced and gathered among the workers, as by an all-reduce.
 """
+REMEDIES = {
+    ALLREDUCE: "no worker holds parameters: start workers with --mirrored N, or --with-ps",
+    PS: "all servers are in workers' processes: add some with --ps N, or behind those of the workers in cluster.json",
+}
 TOLD = {ALLREDUCE: "among the workers", PS: "on servers"}
 
 
@@ -50,10 +54,8 @@ def shards_by_place(job: JobSpec, own: int, others: int) -> dict[str, int]:
     """
     there = {ALLREDUCE: own, PS: others}
     for tensor in job.tensors:
-        if tensor.place and not there[tensor.place]:
-            how = "no worker holds parameters: start workers with --mirrored N"
-            if tensor.place == PS:
-                how = "all servers are in workers' processes: add servers with --ps N"
+        if tensor.place and not there.get(tensor.place):
+            how = REMEDIES.get(tensor.place, f"there are only {' and '.join(PLACES)}")
             raise JobError(f"communication places {tensor.name!r} with {tensor.place!r}, but {how}")
     if not own or not others or not (job.has_tables or any(tensor.place for tensor in job.tensors)):
         return {}

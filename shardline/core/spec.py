@@ -110,8 +110,8 @@ class TensorSpec:
     """Of a table: rows at most; 0 = any number."""
     memory_rows: int = 0
     """Of a table: rows in the servers' memory, of which others are on disk; 0 = all."""
-    place: str = ""
-    """Servers that hold it, see core.places: PS or ALLREDUCE; "" = the chief chooses."""
+    place: str = field(default="", compare=False)
+    """Servers that hold it, see core.places: PS or ALLREDUCE; "" = the chief chooses. It changes no step."""
 
     @property
     def elements(self) -> int:

@@ -272,7 +272,9 @@ class _Run:
         except KeyboardInterrupt:
             self._end(chief)
             code, words = self._follow()
-        if self._fatal is not None and code <= 0:
+        if self._asked_to_end and code == -signal.SIGTERM:
+            code = 0
+        if self._fatal is not None and not code:
             raise self._fatal
         if code:
             raise ended_with(code, words or f"the chief {describe_code(code)}")

@@ -19,10 +19,10 @@ from shardline.core.spec import DTYPES
 from shardline.core.status import PsStatus
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.core.timeouts import Timeouts
-from shardline.errors import CheckpointError, FencedError, ProtocolError, ShardlineError, UnreachableError
+from shardline.errors import CheckpointError, FencedError, ProtocolError, UnreachableError
 from shardline.host.awake import awake_s, away_s
 from shardline.rpc.channel import Peer, end_call
-from shardline.rpc.errors import code_and_details, from_status
+from shardline.rpc.errors import from_status
 from shardline.rpc.limits import MAX_IDS
 from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
 from shardline.rpc.messages.convert import (
@@ -41,21 +41,13 @@ from shardline.security import PLAIN, Security
 T = TypeVar("T")
 
 
-class _Server(Peer):
-    """A ps that is commanded. Its FAILED_PRECONDITION says that it obeys another chief, or, a new process, none yet."""
-
-    def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
-        found = super().failure(error, what=what, waited_s=waited_s, connecting=connecting)
-        return FencedError(str(found)) if code_and_details(error)[0] is grpc.StatusCode.FAILED_PRECONDITION else found
-
-
 class PsControl:
     """Commands of the chief to one ps; every call has a deadline and is safe to repeat."""
 
     def __init__(
         self, task: str, address: str, timeouts: Timeouts, *, term: int, chief_uuid: str, security: Security = PLAIN
     ) -> None:
-        self.peer = _Server(task, address, timeouts, security)
+        self.peer = Peer(task, address, timeouts, security)
         self._stub = parameter_server_pb2_grpc.ParameterServerStub(self.peer.channel)
         self._term = parameter_server_pb2.Term(number=term, chief_uuid=chief_uuid)
         self._timeouts = timeouts
@@ -163,7 +155,7 @@ class PsControl:
             except grpc.RpcError as error:
                 waited_s = time.monotonic() - start_s
                 what = f"GetCut of step {step}"
-                raise self.peer.failure(error, what=what, waited_s=waited_s) from error
+                raise from_status(error, peer=str(self.peer), what=what, waited_s=waited_s) from error
             finally:
                 # The consumer may have stopped early.
                 end_call(call)
@@ -230,7 +222,7 @@ class PsControl:
                 if failure:
                     raise failure[0] from error
                 waited_s, what = time.monotonic() - start_s, f"Restore of shard {shard}"
-                raise self.peer.failure(error, what=what, waited_s=waited_s) from error
+                raise from_status(error, peer=str(self.peer), what=what, waited_s=waited_s) from error
 
         list(self._streamed(send))
 

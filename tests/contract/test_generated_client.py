@@ -113,6 +113,14 @@ def test_only_the_held_term_is_obeyed(client: PlainClient) -> None:
     assert client.status().shards[0].initialized
 
 
+def test_a_process_that_no_chief_has_led_yet_is_no_answer_for_one(client: PlainClient) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        client.call("SetMembership", client.command("SetMembership"))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert "no chief leads this process yet" in caught.value.details()  # type: ignore[attr-defined]
+    assert client.lead().held
+
+
 def test_push_and_pull_in_one_call(client: PlainClient) -> None:
     client.start()
     acks, values, end = client.push_pull(client.gradient(), client.pull_request(exact_step=1))

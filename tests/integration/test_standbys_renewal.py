@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardline.errors import FencedError
+from shardline.errors import ProtocolError
 from shardline.rpc.client import PsControl
 from tests.integration.test_standbys import standby_job
 from tests.support.standbys import Protected
@@ -70,7 +70,7 @@ def test_a_promotion_by_the_next_chief_waits_for_a_renewal_that_the_last_one_beg
             with pytest.raises(TimeoutError):
                 promoted.result(0.1)
         assert promoted.result(15.0) == ""
-        with pytest.raises(FencedError, match="obeys the chief of term 7"):
+        with pytest.raises(ProtocolError, match="obeys the chief of term 7"):
             renewal.result(15.0)
     shards = {shard.shard: (shard.initialized, shard.step_min) for shard in chief.status().shards}
     assert shards == {0: (True, 3), 1: (False, 0)}
@@ -86,7 +86,7 @@ def test_a_server_whose_renewal_outlived_its_chief_is_activated_by_the_next_one(
             with pytest.raises(TimeoutError):
                 activated.result(0.1)
         activated.result(15.0)
-        with pytest.raises(FencedError, match="obeys the chief of term 7"):
+        with pytest.raises(ProtocolError, match="obeys the chief of term 7"):
             renewal.result(15.0)
     assert cluster.hosts[1].store.authority.active
     assert [(shard.shard, shard.step_min) for shard in chief.status().shards] == [(1, 3)]

@@ -467,22 +467,6 @@ def test_chief_that_meets_a_newer_one_leaves_everything_to_it() -> None:
     assert not any(entry["kind"] == "ended" for entry in cluster.entries)
 
 
-def test_server_that_refuses_a_command_since_nobody_led_it_is_another_process() -> None:
-    cluster = mortal()
-    cut(cluster, 10)
-    cluster.hold_commands = True
-    cluster.join("evaluator", 0)
-    cluster.ask("worker", 2)
-    command = cluster.held[-1]
-    assert isinstance(command.order, Members)
-    fenced = FencedError("ps/1: this ps obeys the chief of term 0; the command is of term 3")
-    cluster.held.clear()
-    cluster.program.done(command.number, CommandResult(values={"ps/0": 0}, errors={"ps/1": fenced}), cluster.now_s)
-    cluster.settle()
-    assert cluster.finish is None
-    assert "ps/1 is now another process" in cluster.text()
-
-
 # The journal
 
 
@@ -493,7 +477,10 @@ def test_another_job_is_named_and_the_same_is_not() -> None:
     assert obstacle(remembered, None, cluster.settings) == ""
     assert "batch_size: 7 here, 1 in the job" in obstacle(remembered, make_job(batch_size=7), cluster.settings)
     reason = obstacle(dataclasses.replace(remembered, plan_id="0" * 32), make_job(), cluster.settings)
-    assert "for a number of parameter servers other than 2, with another --bucket-mb or --shards, or by " in reason
+    assert (
+        "for a number of parameter servers other than 2, with another --bucket-mb, --shards or --with-ps, or by "
+        in reason
+    )
 
 
 def test_a_run_goes_on_with_the_shares_that_it_began_with() -> None:

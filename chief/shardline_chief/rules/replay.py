@@ -18,7 +18,7 @@ from shardline.core.image import WorkerSequence
 from shardline.core.placement import Placement
 from shardline.core.spec import JobSpec, differences
 from shardline.core.spec_json import job_from_json
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import JobError, ShardlineError, UsageError
 from shardline_chief.rules.actions import Promotion
 from shardline_chief.rules.state.leases import Lease, Leases
 from shardline_chief.rules.state.losses import Recovered, WentBack
@@ -329,8 +329,12 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
         if phrases:
             return "; ".join(phrases)
     if remembered.plan_id:
-        plan = settings.cut_as(remembered.shares).plan(known)
+        try:
+            plan = settings.cut_as(remembered.shares).plan(known)
+        except JobError as error:
+            return str(error)
         if plan.plan_id != remembered.plan_id:
             servers = f"a number of parameter servers other than {len(settings.ps)}"
-            return f"its parameters were cut for {servers}, with another --bucket-mb or --shards, or by another version"
+            flags = "--bucket-mb, --shards or --with-ps"
+            return f"its parameters were cut for {servers}, with another {flags}, or by another version"
     return ""

@@ -106,7 +106,7 @@ class JobMember:
 
     def _join(self, spec: JobSpec) -> None:
         """Get admitted by the chief, and begin. Raises SystemExit if this process is asked to end first."""
-        own = OwnPs(self.config, self._termination) if self.config.with_ps else None
+        own = OwnPs(self.config, self._termination) if self.config.is_ps_too else None
         address = self._loop.place.serve()
         metrics_address = self.metrics.serve(
             self.config.host, self.config.metrics_port, self.config.security, device=str(self.device)
@@ -184,7 +184,7 @@ class JobMember:
 
     def _asked_to_end(self) -> None:
         if (
-            self.config.with_ps
+            self.config.is_ps_too
             and self._link is not None
             and self._link.orders.phase in (Phase.RUNNING, Phase.STOPPING)
         ):
@@ -216,7 +216,7 @@ class JobMember:
                 self._loop.runner.finish_part()
                 # A script's job ends when all its workers have finished; this process is not needed after that, unless
                 # it has a share of the parameters.
-                limit_s = None if self.config.with_ps else self.config.timeouts.total_s
+                limit_s = None if self.config.is_ps_too else self.config.timeouts.total_s
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=limit_s)
                 if code := self._link.orders.exit_code:
                     log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)

@@ -79,11 +79,9 @@ class Servers:
         if fenced and isinstance(order, Lead):
             state.resign(f"{fenced[0]}. Another chief leads this job, so this one ends")
             return
-        # FencedError: the server was replaced by a process that no chief has led yet.
-        silent = {task: error for task, error in errors.items() if isinstance(error, (UnreachableError, FencedError))}
+        silent = {task: error for task, error in errors.items() if isinstance(error, UnreachableError)}
         for task, why in sorted(silent.items()):
-            what = "is now another process" if isinstance(why, FencedError) else "did not answer"
-            state.emit(ServerLost(task, f"{task} {what}: {why}"))
+            state.emit(ServerLost(task, f"{task} did not answer: {why}"))
         if not silent:
             state.emit(OrderRefused(order, errors))
 

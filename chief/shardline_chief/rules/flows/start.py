@@ -8,7 +8,7 @@ from collections import Counter
 from shardline import consistency, division, topology
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
-from shardline.core.places import TOLD
+from shardline.core.places import ALLREDUCE, PS, TOLD
 from shardline.core.plan import Plan, balance
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
@@ -109,11 +109,11 @@ class Start:
         placement = tuple(
             Placement(shard=shard, task=member.task, address=member.address) for shard, member in enumerate(chosen)
         )
-        idle = [member.task for member in members if member not in chosen]
-        if idle:
-            state.say(
-                "plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will not hold any shard"
-            )
+        for kind in (ALLREDUCE, PS) if places else ("",):
+            some = [member for member in members if state.settings.suits(member.index, kind)]
+            if idle := [member.task for member in some if member not in chosen]:
+                why = f"the model is too small for {len(some)} ps" if kind in kinds else "communication leaves them out"
+                state.say("plan", f"{why}: {', '.join(idle)} will not hold any shard")
         shares, shards = state.settings.shares, len(plan.shards)
         sizes = [shard.nbytes for shard in plan.shards]
         facts = {"plan_id": plan.plan_id, "shards": shards, "shares": shares, "sizes": sizes}
