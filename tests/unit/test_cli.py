@@ -395,6 +395,7 @@ def test_mirrored_stands_for_workers_that_hold_the_parameters_and_refuses_others
     assert found.processes == ("chief/0", "worker/0", "worker/1", "worker/2")
     assert (found.spec().num("ps"), found.spec().num("worker"), found.min_workers) == (3, 3, 3)
     assert found.settings()["with_ps"] is True
+    assert (found.bucket_mb, options("--bucket-mb", "2").bucket_mb) == (16, 2)
     beside = options("--ps", "2", "--ps-device", "cuda")
     assert beside.processes == ("chief/0", "ps/3", "ps/4", "worker/0", "worker/1", "worker/2")
     assert (beside.spec().num("ps"), beside.ps_device, beside.min_workers) == (5, "cuda", 3)
