@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support import house, way
 
-LINES, LINES_WITH_PACKAGES = 71_079, 88_416
+LINES, LINES_WITH_PACKAGES = 71_081, 88_418
 MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 0, 12, 0
 """The 12 ask whether replicas are assigned to workers (`assigns_replicas`)."""
 FILES_OF_A_GRADIENT = 83
